@@ -10,7 +10,7 @@ from pathlib import Path
 
 from elastic_train.elastic.worker import Worker
 from elastic_train.notices.notice import NoticeSource
-from elastic_train.notices.own_sources import Relay
+from elastic_train.notices.own_sources import AfterOthers, Relay
 from elastic_train.notices.watcher import NoticeWatcher, source_of
 from elastic_train.preemption import SAVE_SOONER, Fit, PreemptionNotice, fit_of, given_seconds, notices_flag
 from elastic_train.rendezvous.command_line import agent_above
@@ -28,13 +28,12 @@ WHAT_FOLLOWS = {
 
 
 class Noticed:
-    """Listens for the notices of one worker, from any thread: a node's first worker to the source of --notices, the
-    others to the first. Make it on the main thread.
+    """Listens for the notices of one worker, from any thread: a node's first worker that lives to the source of
+    --notices, the others to that one. Make it on the main thread.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._is_first = worker.launch.local_rank == 0
         self._relay = Relay(relay_path(worker)) if worker.launch.local_world_size > 1 else None
         self._watcher: NoticeWatcher | None = None
         flag = notices_flag(worker.config.notices)
@@ -47,10 +46,25 @@ class Noticed:
         self._find_source = source_of(flag, worker.reporter.log, worker.stop.tell_also)
         if self._is_first and self._relay is not None:
             self._relay.clear()
-        self._watcher = NoticeWatcher(self._find if self._is_first else lambda: self._relay, self, host=worker.host)
+        self._watcher = NoticeWatcher(self._find, self, host=worker.host)
         self._watcher.start()
 
+    @property
+    def _is_first(self) -> bool:
+        """Whether this worker is the one that asks, and tells, for its node. The one before it may have died: only
+        torchrun ends a node with its first worker."""
+        world = self._worker.reporter.world
+        if world is None:
+            return self._worker.launch.local_rank == 0
+        me = world.me
+        return not any(other.local_rank < me.local_rank and other.node == me.node for other in world.members)
+
     def _find(self) -> NoticeSource | None:
+        if self._relay is None or self._is_first:
+            return self._find_own()
+        return AfterOthers(self._relay, lambda: self._is_first, self._find_own)
+
+    def _find_own(self) -> NoticeSource | None:
         source = self._find_source()
         if source is not None:
             self._source_name = source.name

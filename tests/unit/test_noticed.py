@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,12 +20,15 @@ from elastic_train.elastic.run import run_worker
 from elastic_train.notices import watcher as watching
 from elastic_train.notices.clouds import find_cloud
 from elastic_train.notices.own_sources import Relay
+from elastic_train.notices.watcher import NoticeWatcher
 from elastic_train.preemption import PreemptionNotice
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.stopping import StopSignal
 from elastic_train.storage.snapshot import SnapshotResult
 from elastic_train.tools.drills.nodes import wait_until
+from elastic_train.world import World
 from tests.metadata_server import learn, serving
+from tests.unit.test_liveness import make_member
 
 NOTICE = PreemptionNotice("file", "spot", host="n1")
 
@@ -32,7 +36,7 @@ NOTICE = PreemptionNotice("file", "spot", host="n1")
 def make_worker(run_dir: Path, **launch: Any) -> Any:
     """The first of two of a node."""
     events = SimpleNamespace(is_noticed=False, write=lambda *_, **__: None)
-    said = SimpleNamespace(log=print, warn=print, events=events)
+    said = SimpleNamespace(log=print, warn=print, events=events, world=None)
     return SimpleNamespace(
         launch=Launch(local_world_size=2, **launch), host="n1", bucket="s3://b/run", stop=StopSignal(), reporter=said,
         directory=SimpleNamespace(path=run_dir), config=SimpleNamespace(notices="off", min_nodes=None),
@@ -172,6 +176,49 @@ def test_no_start_reads_what_an_earlier_one_was_told(tmp_path: Path, monkeypatch
     of_spawn = relay_path(make_worker(tmp_path))
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert relay_path(make_worker(tmp_path)) != of_spawn
+
+
+def world_of(*local_ranks: int, rank: int = 0) -> World:
+    """Of these workers of one node, and before them of one of another node."""
+    here = [replace(make_member(9), local_rank=number, uid=str(number)) for number in local_ranks]
+    return World(rank=1 + rank, generation=0, members=(make_member(0), *here), uid="")
+
+
+def test_the_first_that_lives_asks_for_its_node(tmp_path: Path) -> None:
+    """Under --spawn and srun the others of a node train on without the one that has asked; with it they are told."""
+    gone, first, second, third = tmp_path / "gone", *(make_worker(tmp_path, local_rank=rank) for rank in range(3))
+    noticed = []
+    for rank, worker in enumerate((first, second, third)):
+        worker.config.notices, worker.given = f"file:{gone}", []
+        worker.reporter.events.write = lambda _event, given=worker.given, **fields: given.append(fields["state"])
+        noticed.append(Noticed(worker))
+        noticed[-1].close()  # of its thread: each look is one of this test
+        worker.reporter.world = world_of(0, 1, 2, rank=rank)
+    watchers = [NoticeWatcher(lambda: None, one) for one in noticed]
+    sources = [one._find() for one in noticed]
+
+    def look() -> list[bool]:
+        for watcher, source in zip(watchers, sources, strict=True):
+            watcher.look(source)
+        return [worker.stop.is_requested for worker in (first, second, third)]
+
+    gone.touch()
+    watchers[2].look(sources[2])
+    assert not third.stop.is_requested, "only the first asks"
+    assert look() == [True, True, True]
+    gone.unlink()
+    assert look() == [False, False, False]
+    del watchers[0], sources[0]  # it is killed
+    second.reporter.world, third.reporter.world = world_of(1, 2), world_of(1, 2, rank=1)
+    gone.touch()
+    watchers[1].look(sources[1])
+    assert not third.stop.is_requested, "only the first that lives asks"
+    for watcher, source in zip(watchers, sources, strict=True):
+        watcher.look(source)
+    assert (second.stop.is_requested, third.stop.is_requested) == (True, True)
+    assert (first.given, second.given, third.given) == (["given", "withdrawn"], ["given"], []), "told of once"
+    for worker in (first, second, third):
+        worker.stop.uninstall()
 
 
 def test_a_run_directory_that_fails_here_is_told_as_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
