@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from elastic_train.elastic.worker import Worker
@@ -51,13 +52,7 @@ class Noticed:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this worker is the one that asks, and tells, for its node. The one before it may have died: only
-        torchrun ends a node with its first worker."""
-        world = self._worker.reporter.world
-        if world is None:
-            return self._worker.launch.local_rank == 0
-        me = world.me
-        return not any(other.local_rank < me.local_rank and other.node == me.node for other in world.members)
+        return is_first(self._worker)
 
     def _find(self) -> NoticeSource | None:
         if self._relay is None or self._is_first:
@@ -140,6 +135,17 @@ class Noticed:
         if self._watcher is not None:
             self._watcher.close()
             end_agent(self._worker)
+            remove_relay(self._worker)
+
+
+def is_first(worker: Worker) -> bool:
+    """Whether a worker is the one that asks, and tells, for its node. The one before it may have died: only torchrun
+    ends a node with its first worker."""
+    world = worker.reporter.world
+    if world is None:
+        return worker.launch.local_rank == 0
+    me = world.me
+    return not any(other.local_rank < me.local_rank and other.node == me.node for other in world.members)
 
 
 def end_agent(worker: Worker) -> None:
@@ -161,6 +167,17 @@ def end_agent(worker: Worker) -> None:
             f"warning: the agent, pid {agent_pid}, may not be told to end by this worker: with --max-restarts it "
             "starts new ones on this node"
         )
+
+
+def remove_relay(worker: Worker) -> None:
+    """A worker ends, and with it the file by which it told the others of its node, if it did.
+
+    Nobody needs it any more: the others read it once a second, and a worker leaves by a notice 3 s after it has passed
+    that on, or when all have heard of it. One that goes on without this worker asks the source itself.
+    """
+    if worker.launch.local_world_size > 1 and is_first(worker):
+        with suppress(OSError):
+            Relay(relay_path(worker)).clear()
 
 
 def relay_path(worker: Worker) -> Path:

@@ -92,7 +92,7 @@ class SlurmSource:
 class Relay:
     """A file in the run directory by which one worker of a node tells the others; a source to those.
 
-    It stays when the one that wrote it is gone: the others leave as well. Only what it says takes a notice back.
+    Only what it says takes a notice back; that it is removed, with the one that wrote it, does not.
     """
 
     name = "relay"
@@ -104,7 +104,7 @@ class Relay:
         self._last: PreemptionNotice | None = None
 
     def clear(self) -> None:
-        """Of an earlier process."""
+        """Remove it. Raises: OSError."""
         self._path.unlink(missing_ok=True)
 
     def write(self, notice: PreemptionNotice | None) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from elastic_train import stopping
 from elastic_train.elastic import run as running
-from elastic_train.elastic.noticed import Noticed, relay_path
+from elastic_train.elastic.noticed import Noticed, relay_path, remove_relay
 from elastic_train.elastic.run import run_worker
 from elastic_train.notices import watcher as watching
 from elastic_train.notices.clouds import find_cloud
@@ -219,6 +219,57 @@ def test_the_first_that_lives_asks_for_its_node(tmp_path: Path) -> None:
     assert (first.given, second.given, third.given) == (["given", "withdrawn"], ["given"], []), "told of once"
     for worker in (first, second, third):
         worker.stop.uninstall()
+
+
+@pytest.mark.parametrize("how", ["leaves", "is withdrawn", "leaves late"])
+def test_no_file_stays_of_a_start_that_has_heard_a_notice(how: str, tmp_path: Path) -> None:
+    """The others have read it long before, or ask themselves once this worker is gone."""
+    worker, other = make_worker(tmp_path), make_worker(tmp_path, local_rank=1)
+    worker.config.notices = other.config.notices = f"file:{tmp_path / 'gone'}"
+    noticed, behind = Noticed(worker), Noticed(other)
+    noticed.leave(NOTICE)
+    watcher, source = NoticeWatcher(lambda: None, behind), behind._find()
+    watcher.look(source)
+    behind.close()
+    assert relay_path(worker).exists(), "another worker of the node may have to read it"
+    if how == "is withdrawn":
+        noticed.withdraw(NOTICE)
+    else:
+        worker.stop.settle()
+    if how == "leaves late":
+        remove_relay(worker)
+    else:
+        noticed.close()
+    assert list((tmp_path / "notices").iterdir()) == []
+    watcher.look(source)
+    assert other.stop.is_requested, "only what it says takes a notice back"
+    for one in (worker, other):
+        one.stop.uninstall()
+
+
+def test_the_first_that_lives_removes_the_file_of_one_that_was_killed(tmp_path: Path) -> None:
+    first, second = make_worker(tmp_path), make_worker(tmp_path, local_rank=1)
+    Noticed(first).leave(NOTICE)
+    second.config.notices = f"file:{tmp_path / 'gone'}"
+    noticed = Noticed(second)
+    second.reporter.world = world_of(1)
+    noticed.close()
+    assert list((tmp_path / "notices").iterdir()) == []
+    first.stop.uninstall()
+
+
+def test_a_file_that_cannot_be_removed_changes_nothing_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make_worker(tmp_path)
+    worker.config.notices = f"file:{tmp_path / 'gone'}"
+    noticed = Noticed(worker)
+
+    def fail(_relay: Relay) -> None:
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(Relay, "clear", fail)
+    noticed.close()
 
 
 def test_a_run_directory_that_fails_here_is_told_as_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
