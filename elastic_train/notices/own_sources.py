@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from elastic_train.notices.metadata import MOST_BYTES, ask, refuse
 from elastic_train.notices.notice import NoticeSource, NoticeUnreadable, from_own, to_own
@@ -44,7 +44,8 @@ class EndpointSource:
         is_tls = parts.scheme == "https"
         self._tls = ssl.create_default_context() if is_tls else None
         self._address = parts.hostname or "", parts.port or (443 if is_tls else 80)
-        self._path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        self._path = quote(path, safe=bytes(range(128)), errors="surrogateescape")  # a request is ASCII (RFC 3987)
 
     def look(self) -> PreemptionNotice | None:
         answer = ask(self._address, self._path, {}, tls=self._tls)

@@ -342,7 +342,23 @@ def test_an_endpoint_of_ones_own(known: Path) -> None:
         source.look()
 
 
-@pytest.mark.parametrize("token", ["secret", "secret with blanks"])
+@pytest.mark.parametrize(
+    ("typed", "asked"),
+    [
+        ("/goné?node=wörk", "/gon%C3%A9?node=w%C3%B6rk"),
+        ("/gon%C3%A9?node=a%20b+c&d=~!$'()*,;:@", "/gon%C3%A9?node=a%20b+c&d=~!$'()*,;:@"),
+        ("/gon\udce9", "/gon%E9"),
+    ],
+    ids=["letters of no ASCII", "a URL as it is", "an argument in another encoding"],
+)
+def test_an_endpoint_is_asked_as_a_browser_would(known: Path, typed: str, asked: str) -> None:
+    learn(known, **{asked.split("?")[0]: {"reason": "tonight"}})
+    with serving("nobody's", known) as server:
+        assert said(EndpointSource(f"http://127.0.0.1:{server.server_port}{typed}").look()) == ("tonight", None, True)
+        assert server.asked == [asked]
+
+
+@pytest.mark.parametrize("token", ["secret", "secret with blanks", "sécret with blanks"])
 def test_no_failure_shows_the_query(known: Path, token: str) -> None:
     with serving("nobody's", known) as server:
         learn(known, forbidden=f"/gone?token={token}")
