@@ -139,6 +139,8 @@ def test_kubernetes_answers() -> None:
 def test_an_answer_of_ones_own() -> None:
     assert said(answers.from_own("file", "")) == ("notice", None, True)
     assert answers.from_own("file", "null\n") is None
+    without = answers.from_own("file", '{"source": null, "reason": null, "deadline": null}')
+    assert without == PreemptionNotice("file", "notice")
     found = answers.from_own("file", '{"deadline": "2026-09-21T14:13:20+00:00", "certain": false, "reason": "tonight"}')
     assert said(found) == ("tonight", NOON, False)
     whole = PreemptionNotice("aws", "spot instance stop", NOON, True)
