@@ -50,6 +50,9 @@ class StopSignal:
 
     def __init__(self, late_after: float = LATE_SECONDS, hopeless_after: float = HOPELESS_SECONDS) -> None:
         self.signum: int | None = None
+        """the first that this worker was sent"""
+        self._is_interrupted = False
+        """by a SIGINT, whatever came before it"""
         self._requested_at = 0.0
         self._late_after, self._hopeless_after = late_after, hopeless_after
         self._heard: int | None = None
@@ -123,8 +126,10 @@ class StopSignal:
         return signal.getsignal(signum) == self._remember
 
     def _remember(self, signum: int, _frame: FrameType | None) -> None:
-        if signum == signal.SIGINT and self.signum == signal.SIGINT:
-            os._exit(128 + signal.SIGINT)
+        if signum == signal.SIGINT:
+            if self._is_interrupted:
+                os._exit(128 + signal.SIGINT)
+            self._is_interrupted = True
         if self.signum is None:
             self._requested_at = time.monotonic()
             self.signum = signum

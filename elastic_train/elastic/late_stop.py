@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 from elastic_train.elastic.exits import NOT_WHOLE, Exits
-from elastic_train.elastic.noticed import end_agent
+from elastic_train.elastic.noticed import end_agent, remove_relay
 from elastic_train.elastic.trainer import Trainer
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import TrainingDiverged, show_traceback
@@ -74,6 +74,7 @@ class LateStop:
         finally:
             if code is not None:
                 end_agent(self._worker)
+                remove_relay(self._worker)
                 self._end(code)
 
     def save_at_last(self) -> str:

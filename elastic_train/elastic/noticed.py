@@ -6,11 +6,12 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from elastic_train.elastic.worker import Worker
 from elastic_train.notices.notice import NoticeSource
-from elastic_train.notices.own_sources import Relay
+from elastic_train.notices.own_sources import AfterOthers, Relay
 from elastic_train.notices.watcher import NoticeWatcher, source_of
 from elastic_train.preemption import SAVE_SOONER, Fit, PreemptionNotice, fit_of, given_seconds, notices_flag
 from elastic_train.rendezvous.command_line import agent_above
@@ -28,13 +29,12 @@ WHAT_FOLLOWS = {
 
 
 class Noticed:
-    """Listens for the notices of one worker, from any thread: a node's first worker to the source of --notices, the
-    others to the first. Make it on the main thread.
+    """Listens for the notices of one worker, from any thread: a node's first worker that lives to the source of
+    --notices, the others to that one. Make it on the main thread.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._is_first = worker.launch.local_rank == 0
         self._relay = Relay(relay_path(worker)) if worker.launch.local_world_size > 1 else None
         self._watcher: NoticeWatcher | None = None
         flag = notices_flag(worker.config.notices)
@@ -47,10 +47,19 @@ class Noticed:
         self._find_source = source_of(flag, worker.reporter.log, worker.stop.tell_also)
         if self._is_first and self._relay is not None:
             self._relay.clear()
-        self._watcher = NoticeWatcher(self._find if self._is_first else lambda: self._relay, self, host=worker.host)
+        self._watcher = NoticeWatcher(self._find, self, host=worker.host)
         self._watcher.start()
 
+    @property
+    def _is_first(self) -> bool:
+        return is_first(self._worker)
+
     def _find(self) -> NoticeSource | None:
+        if self._relay is None or self._is_first:
+            return self._find_own()
+        return AfterOthers(self._relay, lambda: self._is_first, self._find_own)
+
+    def _find_own(self) -> NoticeSource | None:
         source = self._find_source()
         if source is not None:
             self._source_name = source.name
@@ -126,22 +135,55 @@ class Noticed:
         if self._watcher is not None:
             self._watcher.close()
             end_agent(self._worker)
+            remove_relay(self._worker)
+
+
+def is_first(worker: Worker) -> bool:
+    """Whether a worker is the one that asks, and tells, for its node. The one before it may have died: only torchrun
+    ends a node with its first worker."""
+    world = worker.reporter.world
+    if world is None:
+        return worker.launch.local_rank == 0
+    me = world.me
+    return not any(other.local_rank < me.local_rank and other.node == me.node for other in world.members)
 
 
 def end_agent(worker: Worker) -> None:
     """A worker ends. Where it does by a notice, its agent is told to end as well, or --max-restarts would have it start
-    new workers on a node that goes away."""
+    new workers on a node that goes away. Raises nothing: where it cannot be told, that is logged."""
     launch, stop = worker.launch, worker.stop
     if stop.notice is None or not stop.is_settled or launch.local_rank > 0:
         return
     parent = os.getppid()
     agent_pid, _ = agent_above(parent) or (parent, [])
-    if agent_pid == launch.agent_pid:  # else that one has ended
+    if agent_pid != launch.agent_pid:  # that one has ended
+        return
+    try:
         os.kill(agent_pid, signal.SIGTERM)
+    except ProcessLookupError:  # in between
+        return
+    except PermissionError:  # of another user, as behind sudo; a log line, for the events may be closed
+        worker.reporter.log(
+            f"warning: the agent, pid {agent_pid}, may not be told to end by this worker: with --max-restarts it "
+            "starts new ones on this node"
+        )
+
+
+def remove_relay(worker: Worker) -> None:
+    """A worker ends, and with it the file by which it told the others of its node, if it did.
+
+    Nobody needs it any more: the others read it once a second, and a worker leaves by a notice 3 s after it has passed
+    that on, or when all have heard of it. One that goes on without this worker asks the source itself.
+    """
+    if worker.launch.local_world_size > 1 and is_first(worker):
+        with suppress(OSError):
+            Relay(relay_path(worker)).clear()
 
 
 def relay_path(worker: Worker) -> Path:
-    """In the run directory, by the node and by who has started its workers."""
+    """In the run directory, by the node and the start. A worker's parent may be a wrapper of its own: it counts only
+    where nothing else tells, as under --spawn."""
     launch = worker.launch
-    node = launch.node_id or f"{os.getppid()}-{launch.run_id}"  # an id is of one start; a parent may be a wrapper's
+    starter = launch.step or launch.agent_pid or os.getppid()
+    node = launch.node_id or f"{starter}-{launch.run_id}-{launch.restart_count}"
     return worker.directory.path / "notices" / f"{worker.host}-{node}.json"

@@ -178,7 +178,7 @@ def from_own(source: str, text: str) -> PreemptionNotice | None:
         raise NoticeUnreadable("no time: the deadline is no Unix seconds")
     if not isinstance(is_certain, bool):
         raise NoticeUnreadable(f"neither true nor false: certain {is_certain!r}")
-    named, reason = (str(fields.get(name, default)) for name, default in (("source", source), ("reason", "notice")))
+    named, reason = (str(fields.get(name) or default) for name, default in (("source", source), ("reason", "notice")))
     return PreemptionNotice(named, reason, deadline, is_certain)
 
 

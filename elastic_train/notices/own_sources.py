@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from elastic_train.notices.metadata import MOST_BYTES, ask, refuse
-from elastic_train.notices.notice import NoticeUnreadable, from_own, to_own
+from elastic_train.notices.notice import NoticeSource, NoticeUnreadable, from_own, to_own
 from elastic_train.preemption import LEAD_SECONDS, PreemptionNotice
 from elastic_train.storage.atomic_files import write_atomic
 
@@ -44,7 +44,8 @@ class EndpointSource:
         is_tls = parts.scheme == "https"
         self._tls = ssl.create_default_context() if is_tls else None
         self._address = parts.hostname or "", parts.port or (443 if is_tls else 80)
-        self._path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        self._path = quote(path, safe=bytes(range(128)), errors="surrogateescape")  # a request is ASCII (RFC 3987)
 
     def look(self) -> PreemptionNotice | None:
         answer = ask(self._address, self._path, {}, tls=self._tls)
@@ -92,7 +93,7 @@ class SlurmSource:
 class Relay:
     """A file in the run directory by which one worker of a node tells the others; a source to those.
 
-    It stays when the one that wrote it is gone: the others leave as well. Only what it says takes a notice back.
+    Only what it says takes a notice back; that it is removed, with the one that wrote it, does not.
     """
 
     name = "relay"
@@ -104,7 +105,7 @@ class Relay:
         self._last: PreemptionNotice | None = None
 
     def clear(self) -> None:
-        """Of an earlier process."""
+        """Remove it. Raises: OSError."""
         self._path.unlink(missing_ok=True)
 
     def write(self, notice: PreemptionNotice | None) -> None:
@@ -117,6 +118,27 @@ class Relay:
         if text is not None:
             self._last = from_own(self.name, text)
         return self._last
+
+
+class AfterOthers:
+    """The relay, as long as another worker of the node asks the source and writes it; then the source itself.
+
+    Args:
+        is_first: whether this worker is to ask; called at each look.
+        find: the source; None: there is none.
+    """
+
+    def __init__(self, relay: Relay, is_first: Callable[[], bool], find: Callable[[], NoticeSource | None]) -> None:
+        self.name, self.poll_seconds = relay.name, relay.poll_seconds
+        self._relay, self._is_first, self._find = relay, is_first, find
+        self._source: NoticeSource | None = relay
+
+    def look(self) -> PreemptionNotice | None:
+        if self._source is self._relay and self._is_first():
+            self._source = self._find()
+            if self._source is not None:
+                self.name, self.poll_seconds = self._source.name, self._source.poll_seconds
+        return None if self._source is None else self._source.look()
 
 
 def read_small(path: Path) -> str | None:

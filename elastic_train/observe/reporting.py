@@ -83,6 +83,11 @@ class Reporter:
             self.ledger.close()  # until its next line
 
     @property
+    def world(self) -> World | None:
+        """In which this worker trains, or stands by; None in between."""
+        return self._world
+
+    @property
     def is_spokesman(self) -> bool:
         return self._world is None or self._world.rank == 0
 

@@ -30,7 +30,7 @@ def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": size,
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": re.match(r"\d*", per_node)[0] or "1",  # type: ignore[index]  # matches always; 2(x3)
+        "LOCAL_WORLD_SIZE": tasks_of_node(per_node, int(environ.get("SLURM_NODEID", "0"))),
         "GROUP_WORLD_SIZE": environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES", "1"),
         "TORCHELASTIC_RUN_ID": f"slurm-{job}",
         "TORCHELASTIC_RESTART_COUNT": environ.get("SLURM_RESTART_COUNT", "0"),
@@ -60,6 +60,15 @@ def unused_tasks_warning(environ: Mapping[str, str]) -> str | None:
         f"the job has {size} tasks and srun has not started this one: it trains alone; `srun python ...` starts "
         f"{size} workers, torchrun or --spawn those of one machine"
     )
+
+
+def tasks_of_node(per_node: str, node: int) -> str:
+    """How many tasks a node of the step has, by its index: of `2(x3),1` the fourth has one. The last number counts for
+    all that follow it: SLURM_NTASKS_PER_NODE is one for all."""
+    sizes: list[str] = []
+    for size, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node):
+        sizes += [size] * int(repeats or 1)
+    return sizes[min(node, len(sizes) - 1)] if sizes else "1"
 
 
 def first_host(hosts: str) -> str:

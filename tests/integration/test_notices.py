@@ -91,6 +91,24 @@ def test_a_noticed_node_leaves_as_a_whole(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
+def test_spawns_first_worker_is_dead_and_the_others_leave_as_a_whole(cluster: Cluster) -> None:
+    gone = cluster.path / "gone"
+    node = cluster.start_alone(
+        *ENDLESS, "--max-steps", "1000000", "--notices", f"file:{gone}", "--spawn", "3", "--peer-timeout", "2",
+        env={"ELASTIC_TRAIN_FAULT": "kill@step:rank=0,step=10,generation=0"},
+    )  # fmt: skip
+    wait_until(lambda: worlds(cluster.run_dir)[-1:] == [(1, 2)], "the world of two", 60)
+    wait_for_step(cluster.run_dir, 20)
+    gone.touch()
+    assert node.wait(40) != 0, "the first worker's"
+    left = notices(cluster.run_dir, "left")
+    assert len({event["pid"] for event in left}) == 2
+    assert len({event["step"] for event in left}) == 1
+    assert len(notices(cluster.run_dir, "given")) == 1
+    assert outcomes(cluster.run_dir) == ["stopped", "stopped"]
+
+
+@pytest.mark.slow
 def test_a_notice_that_is_withdrawn(cluster: Cluster) -> None:
     gone = cluster.path / "gone"
     noticed, other = start_two(cluster, gone)

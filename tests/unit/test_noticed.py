@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -13,17 +14,21 @@ from typing import Any
 import pytest
 
 from elastic_train import stopping
-from elastic_train.elastic.noticed import Noticed, relay_path
+from elastic_train.elastic import run as running
+from elastic_train.elastic.noticed import Noticed, relay_path, remove_relay
 from elastic_train.elastic.run import run_worker
 from elastic_train.notices import watcher as watching
 from elastic_train.notices.clouds import find_cloud
 from elastic_train.notices.own_sources import Relay
+from elastic_train.notices.watcher import NoticeWatcher
 from elastic_train.preemption import PreemptionNotice
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.stopping import StopSignal
 from elastic_train.storage.snapshot import SnapshotResult
 from elastic_train.tools.drills.nodes import wait_until
+from elastic_train.world import World
 from tests.metadata_server import learn, serving
+from tests.unit.test_liveness import make_member
 
 NOTICE = PreemptionNotice("file", "spot", host="n1")
 
@@ -31,10 +36,10 @@ NOTICE = PreemptionNotice("file", "spot", host="n1")
 def make_worker(run_dir: Path, **launch: Any) -> Any:
     """The first of two of a node."""
     events = SimpleNamespace(is_noticed=False, write=lambda *_, **__: None)
-    said = SimpleNamespace(log=print, warn=print, events=events)
+    said = SimpleNamespace(log=print, warn=print, events=events, world=None)
     return SimpleNamespace(
         launch=Launch(local_world_size=2, **launch), host="n1", bucket="s3://b/run", stop=StopSignal(), reporter=said,
-        directory=SimpleNamespace(path=run_dir), config=SimpleNamespace(notices="off"),
+        directory=SimpleNamespace(path=run_dir), config=SimpleNamespace(notices="off", min_nodes=None),
     )  # fmt: skip
 
 
@@ -140,11 +145,131 @@ def test_what_auto_has_found_is_what_a_snapshot_is_to_fit(tmp_path: Path, monkey
     assert [text for text in told if "a notice of gcp leaves 30 s, less than that" in text] == told != []
 
 
-def test_the_workers_of_one_node_agree_on_the_file(tmp_path: Path) -> None:
+SRUN = {"run_id": "slurm-7", "step": "1"}
+
+
+@pytest.mark.parametrize(
+    ("launch", "name"),
+    [
+        ({"node_id": "abc", "agent_pid": 5}, "n1-abc.json"),
+        ({"agent_pid": 5, "run_id": "none"}, "n1-5-none-0.json"),
+        (SRUN, "n1-1-slurm-7-0.json"),
+    ],
+    ids=["a node id", "a fixed world of torchrun", "srun"],
+)
+def test_the_workers_of_one_node_agree_on_the_file(
+    launch: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where each has a wrapper of its own as its parent."""
-    path = relay_path(make_worker(tmp_path, node_id="abc"))
-    assert path.name == "n1-abc.json"
-    assert str(os.getppid()) in relay_path(make_worker(tmp_path)).name
+    for parent in (11, 12):
+        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
+        assert relay_path(make_worker(tmp_path, **launch)).name == name
+
+
+def test_no_start_reads_what_an_earlier_one_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first worker removes a file of its own start alone, and another one may look before."""
+    starts = [
+        {"agent_pid": 5}, {"agent_pid": 6}, {"agent_pid": 5, "restart_count": 1},
+        SRUN, SRUN | {"step": "2"}, SRUN | {"restart_count": 1},
+    ]  # fmt: skip
+    assert len({relay_path(make_worker(tmp_path, **start)) for start in starts}) == len(starts)
+    of_spawn = relay_path(make_worker(tmp_path))
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert relay_path(make_worker(tmp_path)) != of_spawn
+
+
+def world_of(*local_ranks: int, rank: int = 0) -> World:
+    """Of these workers of one node, and before them of one of another node."""
+    here = [replace(make_member(9), local_rank=number, uid=str(number)) for number in local_ranks]
+    return World(rank=1 + rank, generation=0, members=(make_member(0), *here), uid="")
+
+
+def test_the_first_that_lives_asks_for_its_node(tmp_path: Path) -> None:
+    """Under --spawn and srun the others of a node train on without the one that has asked; with it they are told."""
+    gone, first, second, third = tmp_path / "gone", *(make_worker(tmp_path, local_rank=rank) for rank in range(3))
+    noticed = []
+    for rank, worker in enumerate((first, second, third)):
+        worker.config.notices, worker.given = f"file:{gone}", []
+        worker.reporter.events.write = lambda _event, given=worker.given, **fields: given.append(fields["state"])
+        noticed.append(Noticed(worker))
+        noticed[-1].close()  # of its thread: each look is one of this test
+        worker.reporter.world = world_of(0, 1, 2, rank=rank)
+    watchers = [NoticeWatcher(lambda: None, one) for one in noticed]
+    sources = [one._find() for one in noticed]
+
+    def look() -> list[bool]:
+        for watcher, source in zip(watchers, sources, strict=True):
+            watcher.look(source)
+        return [worker.stop.is_requested for worker in (first, second, third)]
+
+    gone.touch()
+    watchers[2].look(sources[2])
+    assert not third.stop.is_requested, "only the first asks"
+    assert look() == [True, True, True]
+    gone.unlink()
+    assert look() == [False, False, False]
+    del watchers[0], sources[0]  # it is killed
+    second.reporter.world, third.reporter.world = world_of(1, 2), world_of(1, 2, rank=1)
+    gone.touch()
+    watchers[1].look(sources[1])
+    assert not third.stop.is_requested, "only the first that lives asks"
+    for watcher, source in zip(watchers, sources, strict=True):
+        watcher.look(source)
+    assert (second.stop.is_requested, third.stop.is_requested) == (True, True)
+    assert (first.given, second.given, third.given) == (["given", "withdrawn"], ["given"], []), "told of once"
+    for worker in (first, second, third):
+        worker.stop.uninstall()
+
+
+@pytest.mark.parametrize("how", ["leaves", "is withdrawn", "leaves late"])
+def test_no_file_stays_of_a_start_that_has_heard_a_notice(how: str, tmp_path: Path) -> None:
+    """The others have read it long before, or ask themselves once this worker is gone."""
+    worker, other = make_worker(tmp_path), make_worker(tmp_path, local_rank=1)
+    worker.config.notices = other.config.notices = f"file:{tmp_path / 'gone'}"
+    noticed, behind = Noticed(worker), Noticed(other)
+    noticed.leave(NOTICE)
+    watcher, source = NoticeWatcher(lambda: None, behind), behind._find()
+    watcher.look(source)
+    behind.close()
+    assert relay_path(worker).exists(), "another worker of the node may have to read it"
+    if how == "is withdrawn":
+        noticed.withdraw(NOTICE)
+    else:
+        worker.stop.settle()
+    if how == "leaves late":
+        remove_relay(worker)
+    else:
+        noticed.close()
+    assert list((tmp_path / "notices").iterdir()) == []
+    watcher.look(source)
+    assert other.stop.is_requested, "only what it says takes a notice back"
+    for one in (worker, other):
+        one.stop.uninstall()
+
+
+def test_the_first_that_lives_removes_the_file_of_one_that_was_killed(tmp_path: Path) -> None:
+    first, second = make_worker(tmp_path), make_worker(tmp_path, local_rank=1)
+    Noticed(first).leave(NOTICE)
+    second.config.notices = f"file:{tmp_path / 'gone'}"
+    noticed = Noticed(second)
+    second.reporter.world = world_of(1)
+    noticed.close()
+    assert list((tmp_path / "notices").iterdir()) == []
+    first.stop.uninstall()
+
+
+def test_a_file_that_cannot_be_removed_changes_nothing_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make_worker(tmp_path)
+    worker.config.notices = f"file:{tmp_path / 'gone'}"
+    noticed = Noticed(worker)
+
+    def fail(_relay: Relay) -> None:
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(Relay, "clear", fail)
+    noticed.close()
 
 
 def test_a_run_directory_that_fails_here_is_told_as_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,3 +286,28 @@ def test_a_run_directory_that_fails_here_is_told_as_elsewhere(tmp_path: Path, mo
     with pytest.raises(OSError, match="stale"):
         run_worker(worker, lambda *_: None)
     assert ended == ["stale file handle", "close", "release"]
+
+
+@pytest.mark.parametrize("error", [ProcessLookupError(), PermissionError()])
+def test_an_agent_that_cannot_be_told_changes_nothing_of_the_end(
+    tmp_path: Path, error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ends the run is told, and the run directory is let go."""
+    worker = make_worker(tmp_path, agent_pid=os.getppid())
+    worker.bucket, worker.config.notices, ended = None, "file:gone", []
+    worker.reporter.failed, worker.reporter.close = lambda _error: None, lambda: ended.append("close")
+    worker.directory.ownership = SimpleNamespace(release=lambda: ended.append("release"))
+    worker.stop.give_notice(NOTICE, 60.0)
+    worker.stop.settle()
+
+    def refuse(*_arguments: int) -> None:
+        raise error
+
+    def leave(*_arguments: Any) -> int:
+        return 143
+
+    monkeypatch.setattr(os, "kill", refuse)
+    monkeypatch.setattr(running, "_as_member", leave)
+    assert run_worker(worker, lambda *_: None) == 143
+    assert ended == ["close", "release"]
+    worker.stop.uninstall()

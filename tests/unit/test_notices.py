@@ -139,6 +139,8 @@ def test_kubernetes_answers() -> None:
 def test_an_answer_of_ones_own() -> None:
     assert said(answers.from_own("file", "")) == ("notice", None, True)
     assert answers.from_own("file", "null\n") is None
+    without = answers.from_own("file", '{"source": null, "reason": null, "deadline": null}')
+    assert without == PreemptionNotice("file", "notice")
     found = answers.from_own("file", '{"deadline": "2026-09-21T14:13:20+00:00", "certain": false, "reason": "tonight"}')
     assert said(found) == ("tonight", NOON, False)
     whole = PreemptionNotice("aws", "spot instance stop", NOON, True)
@@ -342,7 +344,23 @@ def test_an_endpoint_of_ones_own(known: Path) -> None:
         source.look()
 
 
-@pytest.mark.parametrize("token", ["secret", "secret with blanks"])
+@pytest.mark.parametrize(
+    ("typed", "asked"),
+    [
+        ("/goné?node=wörk", "/gon%C3%A9?node=w%C3%B6rk"),
+        ("/gon%C3%A9?node=a%20b+c&d=~!$'()*,;:@", "/gon%C3%A9?node=a%20b+c&d=~!$'()*,;:@"),
+        ("/gon\udce9", "/gon%E9"),
+    ],
+    ids=["letters of no ASCII", "a URL as it is", "an argument in another encoding"],
+)
+def test_an_endpoint_is_asked_as_a_browser_would(known: Path, typed: str, asked: str) -> None:
+    learn(known, **{asked.split("?")[0]: {"reason": "tonight"}})
+    with serving("nobody's", known) as server:
+        assert said(EndpointSource(f"http://127.0.0.1:{server.server_port}{typed}").look()) == ("tonight", None, True)
+        assert server.asked == [asked]
+
+
+@pytest.mark.parametrize("token", ["secret", "secret with blanks", "sécret with blanks"])
 def test_no_failure_shows_the_query(known: Path, token: str) -> None:
     with serving("nobody's", known) as server:
         learn(known, forbidden=f"/gone?token={token}")

@@ -43,6 +43,21 @@ def test_a_task_of_several() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("per_node", "sizes"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "1,2"}, ["1", "2"]),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}, ["2", "2", "2", "1"]),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4,2(x2),10(x2)"}, ["4", "2", "2", "10", "10"]),
+        ({"SLURM_STEP_TASKS_PER_NODE": "", "SLURM_NTASKS_PER_NODE": "3"}, ["3", "3"]),
+        ({"SLURM_STEP_TASKS_PER_NODE": ""}, ["1", "1"]),
+    ],
+)
+def test_each_node_has_as_many_workers_as_srun_says_of_it(per_node: dict[str, str], sizes: list[str]) -> None:
+    found = [torchrun_variables(TASK | per_node | {"SLURM_NODEID": str(node)}) for node in range(len(sizes))]
+    assert [one["LOCAL_WORLD_SIZE"] for one in found] == sizes
+
+
 def test_two_steps_of_a_job_meet_at_two_ports_and_never_take_each_other_for_their_own() -> None:
     """`srun A & srun B & wait` in one allocation; in the same run directory the later of two goes on with the run."""
     steps = [Launch.from_environment(TASK | {"SLURM_STEP_ID": step}, None) for step in ("0", "1", "2")]

@@ -148,6 +148,39 @@ assert not stop.is_requested
 """
 
 
+def end_by(*signums: signal.Signals) -> int:
+    """The exit code of a worker that is sent these signals, and ends by itself with 0 if it still runs then."""
+    program = f"""
+import os, signal
+from elastic_train.stopping import StopSignal
+
+stop = StopSignal(late_after=60)
+stop.install()
+for signum in {[int(signum) for signum in signums]}:
+    os.kill(os.getpid(), signum)
+assert stop.signum == {int(signums[0])}
+os._exit(0)
+"""
+    return subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode
+
+
+@pytest.mark.parametrize(
+    ("signums", "code"),
+    [
+        ((signal.SIGINT,), 0),
+        ((signal.SIGINT, signal.SIGTERM), 0),
+        ((signal.SIGTERM, signal.SIGTERM, signal.SIGTERM), 0),
+        ((signal.SIGTERM, signal.SIGINT), 0),
+        ((signal.SIGINT, signal.SIGINT), 130),
+        ((signal.SIGTERM, signal.SIGINT, signal.SIGINT), 130),
+        ((signal.SIGINT, signal.SIGTERM, signal.SIGINT), 130),
+    ],
+)
+def test_a_second_sigint_ends_it_at_once_whatever_came_before(signums: tuple[signal.Signals, ...], code: int) -> None:
+    """Schedulers repeat SIGTERM; a person has lost patience."""
+    assert end_by(*signums) == code
+
+
 def test_a_second_signal_is_heard_as_well() -> None:
     run(TWICE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -17,9 +18,12 @@ import pytest
 
 from elastic_train.elastic.exits import Exits
 from elastic_train.elastic.late_stop import LateStop
+from elastic_train.elastic.noticed import relay_path
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.errors import NewerGeneration, OwnershipLost, StoreUnreachable, TrainingDiverged
+from elastic_train.notices.own_sources import Relay
 from elastic_train.preemption import PreemptionNotice
+from elastic_train.rendezvous.launch import Launch
 from elastic_train.runlog.goodput import Phase, PhaseClock
 from elastic_train.storage.places import OwnedBucket
 from elastic_train.storage.store_urls import parse_url
@@ -45,6 +49,7 @@ class Life:
         events = SimpleNamespace(write=lambda event, **fields: self.calls.append((event, *fields.values())))
         reporter = SimpleNamespace(
             events=events, warn=lambda message: self.calls.append(("warning", message)), report=lambda _message: None,
+            log=lambda message: self.calls.append(("log", message)), world=world,
             report_for_node=lambda _message: None, close=self.part("close"),
             failed=lambda error: self.calls.append(("failed", str(error))),
         )  # fmt: skip
@@ -52,10 +57,9 @@ class Life:
             cause=signal.SIGTERM, why="SIGTERM", notice=None, settle=lambda: None, is_requested=True,
             is_settled=False, settle_if_requested=lambda: self.stop.is_requested,
         )  # fmt: skip
-        self.launch = SimpleNamespace(agent_pid=None, local_rank=0)
-        worker: Any = SimpleNamespace(
+        self.worker: Any = SimpleNamespace(
             state=state, reporter=reporter, config=SimpleNamespace(epochs=3, debug=False), stop=self.stop,
-            launch=self.launch,
+            launch=Launch(), host="n1",
             directory=SimpleNamespace(ownership=SimpleNamespace(release=self.part("release"))),
         )  # fmt: skip
         trainer: Any = SimpleNamespace(
@@ -66,8 +70,8 @@ class Life:
             save_beside=self.part("save"), save_and_wait=self.part("save and wait"), unsaved=lambda _state: ""
         )
         files: Any = SimpleNamespace(leave_bucket_alone=self.part("leave the bucket"))
-        exits = Exits(worker, membership, saver, trainer, files)
-        self.late = LateStop(worker, trainer, exits, lambda: world, lambda code: self.calls.append(("end", code)))
+        exits = Exits(self.worker, membership, saver, trainer, files)
+        self.late = LateStop(self.worker, trainer, exits, lambda: world, lambda code: self.calls.append(("end", code)))
 
     def part(self, name: str) -> Any:
         def call(*_arguments: Any) -> None:
@@ -171,6 +175,7 @@ def test_it_stays_no_longer_than_its_node_does() -> None:
 AGENT_AND_WORKER = """
 import os, sys
 from elastic_train.preemption import PreemptionNotice
+from elastic_train.rendezvous.launch import Launch
 from tests.unit.test_stopped_late import Life, make_stepping
 
 agent_pid = os.getpid()
@@ -178,7 +183,7 @@ worker = os.fork()
 if worker == 0:
     life = Life(make_stepping())
     life.stop.notice, life.stop.is_settled = PreemptionNotice("file", "spot"), True
-    life.launch.agent_pid, life.launch.local_rank = agent_pid, int(sys.argv[1])
+    life.worker.launch = Launch(agent_pid=agent_pid, local_rank=int(sys.argv[1]))
     os._exit(0 if life.run()[-1] == ("end", 143) else 3)
 os._exit(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
 """
@@ -190,6 +195,32 @@ def test_by_a_notice_its_agent_ends_as_well(local_rank: int, code: int) -> None:
     program = [sys.executable, "-c", AGENT_AND_WORKER, str(local_rank)]
     agent = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert agent.returncode == code, agent.stderr
+
+
+@pytest.mark.parametrize(("error", "logs"), [(ProcessLookupError(), 0), (PermissionError(), 1)])
+def test_it_ends_though_its_agent_cannot_be_told(error: OSError, logs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training thread waits for the state, and nobody else would end the process."""
+    life = Life(make_stepping())
+    life.stop.notice, life.stop.is_settled = PreemptionNotice("file", "spot"), True
+    life.worker.launch = Launch(agent_pid=os.getppid())
+
+    def refuse(*_arguments: int) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "kill", refuse)
+    calls = life.run()
+    line = "may not be told to end by this worker: with --max-restarts it starts new ones on this node"
+    log = ("log", f"warning: the agent, pid {os.getppid()}, {line}")
+    assert calls[calls.index("release") + 1 :] == [log] * logs + [("end", 143)]
+
+
+def test_what_it_has_told_its_node_of_a_notice_is_removed(tmp_path: Path) -> None:
+    life = Life(make_stepping())
+    life.worker.launch, life.worker.directory.path = Launch(local_world_size=2), tmp_path
+    relay = Relay(relay_path(life.worker))
+    relay.write(PreemptionNotice("file", "spot"))
+    assert life.run()[-1] == ("end", 143)
+    assert relay.look() is None
 
 
 def test_it_is_known_where_it_stopped() -> None:
