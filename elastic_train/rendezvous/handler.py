@@ -9,7 +9,6 @@ default for every other program, which is an ordinary torchrun rendezvous (etcd_
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import uuid
@@ -28,7 +27,7 @@ from elastic_train.errors import UsageError
 from elastic_train.protocol.addresses import parse_endpoints
 from elastic_train.rendezvous.command_line import agent_arguments, launches_elastic_train
 from elastic_train.rendezvous.etcd_settings import LAST_CALL_SECONDS as ETCD_LAST_CALL_SECONDS
-from elastic_train.rendezvous.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
+from elastic_train.rendezvous.etcd_settings import SETTINGS_VARIABLE, EtcdSettings, read_seconds
 from elastic_train.rendezvous.launch import (
     C10D_VARIABLE,
     JOIN_SECONDS,
@@ -138,21 +137,10 @@ def read_c10d_settings(endpoint: str, conf: Mapping[str, object], *, min_nodes: 
         parse_endpoints(endpoint, "--rdzv-endpoint"),
         min_nodes,
         max_nodes,
-        last_call=_read_seconds(conf, "last_call_timeout", LAST_CALL_SECONDS),
+        last_call=read_seconds(conf, "last_call_timeout", LAST_CALL_SECONDS),
         is_host=is_host in TRUE if is_host else None,
-        join_timeout=_read_seconds(conf, "join_timeout", JOIN_SECONDS),
+        join_timeout=read_seconds(conf, "join_timeout", JOIN_SECONDS),
     )
-
-
-def _read_seconds(conf: Mapping[str, object], key: str, default: float) -> float:
-    text = str(conf.get(key, default))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise UsageError(f"{key}={text} in --rdzv-conf: give a number of seconds above 0")
-    return seconds
 
 
 def keys_without_meaning(conf: Mapping[str, object]) -> list[str]:

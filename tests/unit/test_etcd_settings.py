@@ -99,10 +99,18 @@ def test_a_misspelt_key_is_named() -> None:
         settings({"graze": "5"})
 
 
-@pytest.mark.parametrize("conf", [{"grace": "x"}, {"grace": "0"}, {"prefix": "team"}, {"prefix": "/team/"}])
-def test_values_that_cannot_work(conf: dict[str, object]) -> None:
-    with pytest.raises(UsageError):
-        settings(conf)
+@pytest.mark.parametrize("value", ["x", "0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("key", ["grace", "last_call", "last_call_timeout"])
+def test_seconds_that_nobody_can_wait(key: str, value: str) -> None:
+    """No call would ever give up after `nan` seconds."""
+    with pytest.raises(UsageError, match=f"^{key}={value} in --rdzv-conf: give a number of seconds above 0$"):
+        settings({key: value})
+
+
+@pytest.mark.parametrize("prefix", ["team", "/team/"])
+def test_a_prefix_that_cannot_work(prefix: str) -> None:
+    with pytest.raises(UsageError, match=f"prefix={prefix} must begin with a slash"):
+        settings({"prefix": prefix})
 
 
 # --- files that are being replaced ------------------------------------------------------------------------------------
