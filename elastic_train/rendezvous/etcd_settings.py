@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from elastic_train.errors import UsageError, first_line
+from elastic_train.protocol.addresses import MAX_PORT
 
 DEFAULT_PORT = 2379
 SETTINGS_VARIABLE = "ELASTIC_TRAIN_ETCD"
@@ -165,14 +166,17 @@ def parse_endpoints(text: str) -> tuple[tuple[str, ...], set[str]]:
     """(HOST:PORT..., schemes that were given) of a comma-separated list.
 
     Raises:
-        UsageError: a part is not [http[s]://]HOST[:PORT].
+        UsageError: a part is not [http[s]://]HOST[:PORT], or there is no such port.
     """
     endpoints, schemes = [], set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = re.fullmatch(r"(?:(https?)://)?(\[[0-9A-Fa-f:.%]+\]|[^\[\]:/]+)(?::(\d+))?/?", part)
         if match is None:
             raise UsageError(f"etcd: {part!r} in --rdzv-endpoint is not HOST:PORT")
+        port = int(match[3] or DEFAULT_PORT)
+        if not 0 < port <= MAX_PORT:
+            raise UsageError(f"etcd: {part!r} in --rdzv-endpoint: a port is 1 to {MAX_PORT}")
         if match[1]:
             schemes.add(match[1])
-        endpoints.append(f"{match[2]}:{match[3] or DEFAULT_PORT}")
+        endpoints.append(f"{match[2]}:{port}")
     return tuple(endpoints), schemes

@@ -39,6 +39,13 @@ def test_what_is_no_endpoint_is_refused(text: str) -> None:
         parse_endpoints(text)
 
 
+@pytest.mark.parametrize("text", ["h:99999", "h1:2379,[::1]:65536", "https://h:0"])
+def test_a_port_that_there_is_not_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^etcd: '\S+' in --rdzv-endpoint: a port is 1 to 65535$"):
+        parse_endpoints(text)
+    assert parse_endpoints("h:1,h:65535") == (("h:1", "h:65535"), set())
+
+
 def test_no_endpoint() -> None:
     with pytest.raises(UsageError, match="--rdzv-endpoint"):
         settings(endpoint="")
