@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from elastic_train.config import Config
+from elastic_train.config import Config, parse
 from elastic_train.errors import UsageError
+from elastic_train.rendezvous.launch import Launch
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.store_urls import parse_url
-from elastic_train.tools.check.here import Measured, TrialDirectory, measure_snapshot, num_kept, trial_place
+from elastic_train.tools.check.facts import RendezvousFacts
+from elastic_train.tools.check.here import Measured, TrialDirectory, look_here, measure_snapshot, num_kept, trial_place
 from elastic_train.tools.check.trial_bucket import TrialBucket
 from elastic_train.training.tasks import Task
 
@@ -139,6 +141,17 @@ def test_an_optimizer_that_takes_no_dense_gradients_is_measured_without_its_mome
 def test_moments_that_do_not_fit_are_told(path: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="no room for the moments"):
         measure(DoesNotFit, path)
+
+
+@pytest.mark.parametrize("flags", [[], ["--device", "cpu"]])
+def test_a_worker_tells_which_device_was_asked_for(path: Path, flags: list[str]) -> None:
+    directory = TrialDirectory(path)
+    config, launch = parse(["--model", "mlp", *flags]), Launch.from_environment({}, None)
+    try:
+        found = look_here(config, launch, "127.0.0.1", directory, RendezvousFacts())
+    finally:
+        directory.close()
+    assert found.wanted_device == (flags[1] if flags else "auto")
 
 
 @pytest.mark.parametrize(

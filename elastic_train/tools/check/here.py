@@ -98,6 +98,7 @@ def look_here(
         rendezvous=rendezvous,
         notices_of=notices_of,
         notice_seconds=notice_seconds,
+        wanted_device=config.device,
     )
 
 
