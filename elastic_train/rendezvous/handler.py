@@ -38,6 +38,8 @@ from elastic_train.rendezvous.launch import (
 )
 
 MODES = ("workers", "agents")
+LEASE_SECONDS, READ_SECONDS = 10.0, 60.0
+"""of agents, where --rdzv-conf does not say"""
 TORCHRUNS_LAST_CALL = 30.0
 """seconds; what users of torchrun's own rendezvous know: in mode `agents` a late node restarts everybody"""
 MASTER_ADDR = "workers-meet-by-themselves.elastic-train.invalid"
@@ -77,12 +79,18 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
             max_nodes=parameters.max_nodes,
             last_call=ETCD_LAST_CALL_SECONDS if mode == "workers" else TORCHRUNS_LAST_CALL,
         )
+        if mode == "agents":
+            from elastic_train.rendezvous.etcd_handler import AgentSeconds, AgentsHandler
+
+            conf = parameters.config
+            seconds = AgentSeconds(
+                lease=read_seconds(conf, "lease", LEASE_SECONDS),
+                join_timeout=read_seconds(conf, "join_timeout", JOIN_SECONDS),
+                read_timeout=read_seconds(conf, "read_timeout", READ_SECONDS),
+            )
+            return AgentsHandler(parameters, settings, seconds)
     except UsageError as error:
         _exit(error)
-    if mode == "agents":
-        from elastic_train.rendezvous.etcd_handler import AgentsHandler
-
-        return AgentsHandler(parameters, settings)
     return _workers_handler(parameters, f"in etcd at {','.join(settings.endpoints)}", SETTINGS_VARIABLE, settings)
 
 
