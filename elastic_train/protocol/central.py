@@ -18,7 +18,7 @@ from elastic_train.protocol.agreement import Decision, Standing
 from elastic_train.protocol.central_queue import CentralQueue
 from elastic_train.protocol.job import Admitted, Denied, KnownMembers, Over, Place
 from elastic_train.protocol.join_queue import Size, Waiting
-from elastic_train.protocol.store import Below, KeyValueStore, ListingStore, Notes, scoped
+from elastic_train.protocol.store import Below, ListingStore, Notes, SharedStore, scoped
 from elastic_train.rules import require_agreement
 from elastic_train.world import Member, World
 
@@ -290,7 +290,7 @@ class CentralJob:
         texts = self._store.get_many([self._key(world, f"ready/{rank}") for rank in range(world.world_size)])
         return tuple(rank for rank, text in enumerate(texts) if text is None)
 
-    def world_store(self, world: World) -> KeyValueStore:
+    def world_store(self, world: World) -> SharedStore:
         return self._store
 
     def world_key(self, world: World) -> str:

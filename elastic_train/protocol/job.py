@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from elastic_train.protocol.join_queue import Waiting
-from elastic_train.protocol.store import KeyValueStore, Notes
+from elastic_train.protocol.store import Notes, SharedStore
 from elastic_train.world import Member, World
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Job(Protocol):
     def not_ready(self, world: World) -> tuple[int, ...]:
         """Ranks that have not, for a person. Raises: StoreUnreachable."""
 
-    def world_store(self, world: World) -> KeyValueStore:
+    def world_store(self, world: World) -> SharedStore:
         """A store for what all members of a world share while it stands. Raises: StoreUnreachable."""
 
     def world_key(self, world: World) -> str:

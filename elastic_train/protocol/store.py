@@ -36,20 +36,24 @@ class Notes(Protocol):
         """Set a value, acknowledged."""
 
 
-class KeyValueStore(Notes, Protocol):
-    """What `membership` speaks. One instance serves one thread; `clone` gives another thread its own."""
+class SharedStore(Notes, Protocol):
+    """What the members of a world share while it stands."""
 
     def create(self, key: str, value: str) -> str:
         """Set a value if there is none; the value that stands afterwards, ours or the earlier one."""
+
+    def delete(self, key: str) -> None:
+        """It has no value any more, and perhaps had none."""
+
+
+class KeyValueStore(SharedStore, Protocol):
+    """What a member serves to the others. One instance serves one thread; `clone` gives another thread its own."""
 
     def swap(self, key: str, expected: str, value: str) -> bool:
         """Set a value if `expected` stands there; whether `value` stands there then, set by another one perhaps."""
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter that starts at 0; the sum."""
-
-    def delete(self, key: str) -> None:
-        """It has no value any more, and perhaps had none."""
 
     def clone(self) -> KeyValueStore:
         """The same store for another thread."""
@@ -62,8 +66,8 @@ class OwnStore(KeyValueStore, Protocol):
         """All of them."""
 
 
-class ListingStore(KeyValueStore, Protocol):
-    """A key-value store that can list what is in a part of it."""
+class ListingStore(SharedStore, Protocol):
+    """One that all members of a job share, which can list what is in a part of it."""
 
     def below(self, prefix: str) -> dict[str, str]:
         """Keys that begin with `prefix`, and their values."""
@@ -171,7 +175,7 @@ class TorchStore:
 class Below:
     """The part of a store below a prefix: what `Job.beside` gives where one store serves all."""
 
-    def __init__(self, store: KeyValueStore, prefix: str) -> None:
+    def __init__(self, store: Notes, prefix: str) -> None:
         self._store, self._prefix = store, prefix
 
     def get(self, key: str) -> str | None:

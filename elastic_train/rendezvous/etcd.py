@@ -56,8 +56,6 @@ class TransactionResult:
     """of the store, right after it"""
     entries: list[list[Entry]]
     """what each of the `get` operations of the branch taken found"""
-    is_ambiguous: bool
-    """whether an earlier attempt got no answer, and may have been applied"""
 
 
 @dataclass
@@ -78,9 +76,9 @@ class Etcd:
 
     # --- keys ---------------------------------------------------------------------------------------------------------
 
-    def get(self, key: str, revision: int = 0) -> Entry | None:
-        """The key as it stands, or as it stood at a revision. Raises Compacted where that is gone."""
-        request = self._rpc.RangeRequest(key=key.encode(), revision=revision)
+    def get(self, key: str) -> Entry | None:
+        """The key as it stands."""
+        request = self._rpc.RangeRequest(key=key.encode())
         entries = self._call(lambda client: client.kvstub.Range, request).kvs
         return entry_of(entries[0]) if entries else None
 
@@ -104,8 +102,7 @@ class Etcd:
         request = self._rpc.TxnRequest(
             compare=transaction.compare, success=transaction.success, failure=transaction.failure
         )
-        tried: list[str] = []
-        response = self._call(lambda client: client.kvstub.Txn, request, tried)
+        response = self._call(lambda client: client.kvstub.Txn, request)
         return TransactionResult(
             succeeded=response.succeeded,
             revision=response.header.revision,
@@ -114,7 +111,6 @@ class Etcd:
                 for part in response.responses
                 if part.WhichOneof("response") == "response_range"
             ],
-            is_ambiguous=bool(tried),
         )
 
     def delete(self, key: str, *, is_prefix: bool = False) -> int:
@@ -182,11 +178,11 @@ class Etcd:
     def _rpc(self) -> Any:
         return self.connections.etcd3.etcdrpc
 
-    def _call(self, method: Callable[[Any], Any], request: Any, tried: list[str] | None = None) -> Any:
-        """One request, at one endpoint after the other until it is answered; `tried` gets the errors on the way."""
+    def _call(self, method: Callable[[Any], Any], request: Any) -> Any:
+        """One request, at one endpoint after the other until it is answered."""
         import tenacity
 
-        errors: list[str] = [] if tried is None else tried
+        errors: list[str] = []
         refused: dict[str, TlsRefused] = {}
         """by endpoint, where the last answer was that, for good"""
         endpoints = self.connections.settings.endpoints

@@ -21,6 +21,7 @@ import time
 import uuid
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
@@ -42,11 +43,6 @@ from elastic_train.rendezvous.etcd_job import NodeLease, delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Mirror
 
-LEASE_SECONDS = 10
-"""after which a node that shows no life is gone; --rdzv-conf lease=N"""
-JOIN_SECONDS = 600
-READ_SECONDS = 60
-"""as in torchrun's own rendezvous: --rdzv-conf join_timeout=N, read_timeout=N"""
 SETTLE_SECONDS = 1.0
 """rounds after the first wait so long for more nodes; the last call is for the first"""
 FAREWELL_SECONDS = 5.0
@@ -97,17 +93,27 @@ def exit_barrier_keys(run_id: str, round_: int) -> tuple[str, str]:
     return f"{prefix}/num_members", f"{prefix}/last_member"
 
 
+@dataclass(frozen=True)
+class AgentSeconds:
+    """What `--rdzv-conf` says of an agent's waits."""
+
+    lease: float
+    """after which a node that shows no life is gone"""
+    join_timeout: float
+    read_timeout: float
+    """as in torchrun's own rendezvous"""
+
+
 class AgentsHandler(RendezvousHandler):
     """One agent's part in the rendezvous."""
 
-    def __init__(self, parameters: RendezvousParameters, settings: EtcdSettings) -> None:
-        self._parameters, self._settings = parameters, settings
-        self._lease_seconds = int(parameters.get_as_int("lease", LEASE_SECONDS) or LEASE_SECONDS)
+    def __init__(self, parameters: RendezvousParameters, settings: EtcdSettings, seconds: AgentSeconds) -> None:
+        self._parameters, self._settings, self._seconds = parameters, settings, seconds
         self._connections = Connections(settings)
         etcd = Etcd(self._connections, deadline=settings.grace)
         try:
             self._job = open_job(  # nobody is to be asked whether to give up: torchrun raises an exception here
-                etcd, settings, parameters.run_id, peer_timeout=self._lease_seconds, check=lambda: None, log=print
+                etcd, settings, parameters.run_id, peer_timeout=seconds.lease, check=lambda: None, log=print
             )
         except (StoreUnreachable, StoreRefused) as error:
             raise RendezvousConnectionError(str(error)) from error
@@ -116,7 +122,7 @@ class AgentsHandler(RendezvousHandler):
         self._store = EtcdStore(etcd, lease=self._job.lease, guard=self._job.guard, mirror=self._mirror)
         self._address = parameters.local_addr or address_towards_any(settings.endpoints, print)
         self._node = f"{self._address}-{uuid.uuid4().hex[:12]}"
-        self._lease = NodeLease(self._store, self._job, self._node, self._address, self._lease_seconds)
+        self._lease = NodeLease(self._store, self._job, self._node, self._address, seconds.lease)
         self._round = -1
         """the newest round that this node is, or was, of"""
         self._members: tuple[str, ...] = ()
@@ -173,7 +179,6 @@ class AgentsHandler(RendezvousHandler):
             RendezvousTimeoutError: not enough nodes came in time.
             RendezvousConnectionError: etcd does not answer.
         """
-        join_seconds = int(self._parameters.get_as_int("join_timeout", JOIN_SECONDS) or JOIN_SECONDS)
         try:
             if self._why_over is not None:
                 raise LeftOut(self._why_over)
@@ -181,7 +186,7 @@ class AgentsHandler(RendezvousHandler):
                 self._lease.keep()
                 self._keeper.start()
             while True:
-                deadline = time.monotonic() + join_seconds
+                deadline = time.monotonic() + self._seconds.join_timeout
                 members, number = self._wait_for_round(deadline)
                 info = self._enter_round(members, number, deadline)
                 if info is not None:
@@ -271,7 +276,7 @@ class AgentsHandler(RendezvousHandler):
         if not self._has_everybody_entered(members, number, deadline):
             return None
         host, port = json.loads(text)
-        timeout = timedelta(seconds=int(self._parameters.get_as_int("read_timeout", READ_SECONDS) or READ_SECONDS))
+        timeout = timedelta(seconds=self._seconds.read_timeout)
         try:
             raw = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         except RuntimeError as error:
@@ -315,7 +320,7 @@ class AgentsHandler(RendezvousHandler):
     # --- the keeper's thread ------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
-        while not self._is_ending.wait(min(1.0, self._lease_seconds / 3)):
+        while not self._is_ending.wait(min(1.0, self._seconds.lease / 3)):
             try:
                 self._lease.keep()
                 self._mirror.wait_for_known()

@@ -169,7 +169,7 @@ class NodeLease:
         StoreUnreachable, StoreRefused, LeftOut: as every call of `store`; LeftOut where the job's lease is gone.
     """
 
-    def __init__(self, store: EtcdStore, job: JobEntry, node: str, address: str, seconds: int) -> None:
+    def __init__(self, store: EtcdStore, job: JobEntry, node: str, address: str, seconds: float) -> None:
         self._store, self._job = store, job
         self._key, self._address = f"{job.prefix}/nodes/{node}", address
         self._seconds = seconds

@@ -6,13 +6,15 @@ Light: every agent of an etcd job loads it, and hands it to its workers in one e
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from elastic_train.errors import UsageError, first_line
+from elastic_train.protocol.addresses import MAX_PORT
 
 DEFAULT_PORT = 2379
 SETTINGS_VARIABLE = "ELASTIC_TRAIN_ETCD"
@@ -20,7 +22,8 @@ SETTINGS_VARIABLE = "ELASTIC_TRAIN_ETCD"
 USER_VARIABLE = "ELASTIC_TRAIN_ETCD_USER"
 PASSWORD_VARIABLE = "ELASTIC_TRAIN_ETCD_PASSWORD"
 PASSWORD_FILE_VARIABLE = "ELASTIC_TRAIN_ETCD_PASSWORD_FILE"
-CONF_KEYS = ("ca", "cert", "key", "user", "password_file", "prefix", "grace", "last_call")
+TEXT_KEYS = ("ca", "cert", "key", "user", "password_file", "prefix")
+CONF_KEYS = (*TEXT_KEYS, "grace", "last_call")
 """keys of --rdzv-conf that are read here; last_call also under torchrun's own name, last_call_timeout"""
 OTHER_KEYS = (
     "membership", "lease", "join_timeout", "read_timeout", "last_call_timeout",
@@ -69,8 +72,6 @@ class EtcdSettings:
                 raise UsageError(f"etcd: {name}={path} cannot be read")
         if not self.prefix.startswith("/") or self.prefix.endswith("/"):
             raise UsageError(f"etcd: prefix={self.prefix} must begin with a slash and not end with one")
-        if self.grace <= 0 or self.last_call <= 0:
-            raise UsageError(f"etcd: grace={self.grace} and last_call={self.last_call} must be above 0 seconds")
 
     def password(self, environ: Mapping[str, str]) -> str | None:
         """The password of `user`; None without one. Raises UsageError where there is a user and no password."""
@@ -115,19 +116,11 @@ class EtcdSettings:
             UsageError: something is missing, cannot be read, or must not stand on a command line.
         """
         require_known(conf)
-        given = {name: str(conf[name]) for name in CONF_KEYS if name in conf}
-        if "last_call_timeout" in conf:
-            given.setdefault("last_call", str(conf["last_call_timeout"]))
+        given = {name: str(conf[name]) for name in TEXT_KEYS if name in conf}
         for name, variable in (("user", USER_VARIABLE), ("password_file", PASSWORD_FILE_VARIABLE)):
             if name not in given and environ.get(variable):
                 given[name] = environ[variable]
-        numbers = {"last_call": last_call}
-        for name in ("grace", "last_call"):
-            if name in given:
-                try:
-                    numbers[name] = float(given.pop(name))
-                except ValueError as error:
-                    raise UsageError(f"etcd: {name} in --rdzv-conf is no number of seconds: {error}") from error
+        last_call_key = "last_call" if "last_call" in conf else "last_call_timeout"
         endpoints, schemes = parse_endpoints(endpoint)
         if "https" in schemes and "ca" not in given:
             raise UsageError("etcd: https:// endpoints need ca=FILE in --rdzv-conf")
@@ -135,13 +128,26 @@ class EtcdSettings:
             raise UsageError("etcd: ca= switches TLS on, and an endpoint says http://")
         settings = EtcdSettings(
             endpoints,
-            **{name: given[name] for name in given.keys() & {field.name for field in fields(EtcdSettings)}},  # type: ignore[arg-type]
-            **numbers,  # type: ignore[arg-type]
+            **given,
+            grace=read_seconds(conf, "grace", EtcdSettings.grace),
+            last_call=read_seconds(conf, last_call_key, last_call),
             min_nodes=min_nodes,
             max_nodes=max_nodes,
         )
         settings.password(environ)
         return settings
+
+
+def read_seconds(conf: Mapping[str, object], key: str, default: float) -> float:
+    """A value of `--rdzv-conf`. Raises: UsageError: it is no time that ends."""
+    text = str(conf.get(key, default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"{key}={text} in --rdzv-conf: give a number of seconds above 0")
+    return seconds
 
 
 def require_known(conf: Mapping[str, object]) -> None:
@@ -160,14 +166,17 @@ def parse_endpoints(text: str) -> tuple[tuple[str, ...], set[str]]:
     """(HOST:PORT..., schemes that were given) of a comma-separated list.
 
     Raises:
-        UsageError: a part is not [http[s]://]HOST[:PORT].
+        UsageError: a part is not [http[s]://]HOST[:PORT], or there is no such port.
     """
     endpoints, schemes = [], set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = re.fullmatch(r"(?:(https?)://)?(\[[0-9A-Fa-f:.%]+\]|[^\[\]:/]+)(?::(\d+))?/?", part)
         if match is None:
             raise UsageError(f"etcd: {part!r} in --rdzv-endpoint is not HOST:PORT")
+        port = int(match[3] or DEFAULT_PORT)
+        if not 0 < port <= MAX_PORT:
+            raise UsageError(f"etcd: {part!r} in --rdzv-endpoint: a port is 1 to {MAX_PORT}")
         if match[1]:
             schemes.add(match[1])
-        endpoints.append(f"{match[2]}:{match[3] or DEFAULT_PORT}")
+        endpoints.append(f"{match[2]}:{port}")
     return tuple(endpoints), schemes

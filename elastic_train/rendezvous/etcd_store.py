@@ -3,8 +3,8 @@
 Everything is written under one lease and behind one **guard**: a key whose disappearance means that the job is over,
 or that another has taken its place. A process that was frozen meanwhile can write nothing any more.
 
-A value is stored behind a stamp of its own write. A transaction that got no answer may have been applied; the stamp
-tells, whoever has changed the key since.
+A value is stored behind a stamp of its own write. A transaction that got no answer may have been applied: then what
+stands there has its stamp.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_train.errors import LeftOut, StoreUnreachable
-from elastic_train.rendezvous.etcd import Etcd, Transaction, TransactionResult
+from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_connections import Entry, Watch
 from elastic_train.rendezvous.etcd_errors import Compacted, LeaseLost, Transient
 
@@ -35,7 +35,7 @@ class Guard:
 
 @dataclass(frozen=True, eq=False)
 class EtcdStore:
-    """A KeyValueStore (store.py) on etcd.
+    """A ListingStore (store.py) on etcd. For any thread: the connections serve many at once.
 
     Args:
         lease: all keys are put under it; 0 for none.
@@ -80,34 +80,6 @@ class EtcdStore:
             standing = self._write([self.etcd.is_at(key, standing.mod_revision)], key, stamped)
         return value
 
-    def swap(self, key: str, expected: str, value: str) -> bool:
-        stamped = stamp() + value.encode()
-        entry = self.etcd.get(key)
-        while (text_of(entry) or "") == expected:
-            standing = self._write([self.etcd.is_at(key, entry.mod_revision if entry else 0)], key, stamped)
-            if standing is None:
-                return True
-            entry = standing if standing.version else None
-        return text_of(entry) == value
-
-    def add(self, key: str, amount: int) -> int:
-        entry = self.etcd.get(key)
-        while True:
-            total = int(text_of(entry) or "0") + amount
-            stamped = stamp() + str(total).encode()
-            at = self.etcd.is_at(key, entry.mod_revision if entry else 0)
-            outcome = self._transact([at], key, stamped)
-            if outcome.succeeded:
-                return total
-            standing = outcome.entries[0][0] if outcome.entries[0] else None
-            if outcome.is_ambiguous and self._was_applied(entry, standing, stamped):
-                return total
-            entry = standing
-
-    def clone(self) -> EtcdStore:
-        """For another thread: the connections are shared, they serve many at once."""
-        return self
-
     def with_timeouts(self, deadline: float, attempt_seconds: float, before_retry: Callable[[str], None]) -> EtcdStore:
         """The same store, with other limits on how long a call may take."""
         etcd = replace(self.etcd, deadline=deadline, attempt_seconds=attempt_seconds, before_retry=before_retry)
@@ -137,18 +109,8 @@ class EtcdStore:
         if self.mirror is not None and key.startswith(self.mirror.prefix):
             self.mirror.must_have(revision)
 
-    def _write(self, conditions: list[object], key: str, stamped: bytes) -> Entry | None:
+    def _write(self, conditions: Sequence[object], key: str, stamped: bytes) -> Entry | None:
         """Put under conditions; None if that was done, else what stands there (version 0: nothing)."""
-        outcome = self._transact(conditions, key, stamped)
-        if outcome.succeeded:
-            return None
-        if not outcome.entries[0]:
-            return Entry(key, b"", 0, 0, 0, 0)
-        standing = outcome.entries[0][0]
-        self._note(standing.key, standing.mod_revision)
-        return None if standing.value == stamped else standing  # ours: an attempt that got no answer was applied
-
-    def _transact(self, conditions: list[object], key: str, stamped: bytes) -> TransactionResult:
         etcd, guard = self.etcd, self.guard
         compare, failure = list(conditions), [etcd.get_request(key)]
         if guard is not None:
@@ -160,25 +122,16 @@ class EtcdStore:
             raise LeftOut("this worker's job is over, or was taken over: its lease in etcd has run out") from error
         if outcome.succeeded:
             self._note(key, outcome.revision)
-        elif guard is not None:
-            standing = outcome.entries[1]
-            if not standing or standing[0].create_revision != guard.create_revision:
+            return None
+        if guard is not None:
+            found = outcome.entries[1]
+            if not found or found[0].create_revision != guard.create_revision:
                 raise LeftOut("this worker's job is over, or was taken over by a later start")
-        return outcome
-
-    def _was_applied(self, before: Entry | None, now: Entry | None, stamped: bytes) -> bool:
-        """Whether a write on top of `before`, which got no answer, was made though others have written since.
-
-        Raises:
-            StoreUnreachable: etcd has forgotten (compacted) what would tell.
-        """
-        version = before.version + 1 if before else 1
-        while now is not None and now.version > version:
-            try:
-                now = self.etcd.get(now.key, now.mod_revision - 1)
-            except Compacted as error:
-                raise StoreUnreachable("etcd cannot tell whether a write without an answer was made") from error
-        return now is not None and now.version == version and now.value == stamped
+        if not outcome.entries[0]:
+            return Entry(key, b"", 0, 0, 0, 0)
+        standing = outcome.entries[0][0]
+        self._note(standing.key, standing.mod_revision)
+        return None if standing.value == stamped else standing  # ours: an attempt that got no answer was applied
 
 
 def stamp() -> bytes:

@@ -9,7 +9,6 @@ default for every other program, which is an ordinary torchrun rendezvous (etcd_
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import uuid
@@ -28,7 +27,7 @@ from elastic_train.errors import UsageError
 from elastic_train.protocol.addresses import parse_endpoints
 from elastic_train.rendezvous.command_line import agent_arguments, launches_elastic_train
 from elastic_train.rendezvous.etcd_settings import LAST_CALL_SECONDS as ETCD_LAST_CALL_SECONDS
-from elastic_train.rendezvous.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
+from elastic_train.rendezvous.etcd_settings import SETTINGS_VARIABLE, EtcdSettings, read_seconds
 from elastic_train.rendezvous.launch import (
     C10D_VARIABLE,
     JOIN_SECONDS,
@@ -39,6 +38,8 @@ from elastic_train.rendezvous.launch import (
 )
 
 MODES = ("workers", "agents")
+LEASE_SECONDS, READ_SECONDS = 10.0, 60.0
+"""of agents, where --rdzv-conf does not say"""
 TORCHRUNS_LAST_CALL = 30.0
 """seconds; what users of torchrun's own rendezvous know: in mode `agents` a late node restarts everybody"""
 MASTER_ADDR = "workers-meet-by-themselves.elastic-train.invalid"
@@ -78,12 +79,18 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
             max_nodes=parameters.max_nodes,
             last_call=ETCD_LAST_CALL_SECONDS if mode == "workers" else TORCHRUNS_LAST_CALL,
         )
+        if mode == "agents":
+            from elastic_train.rendezvous.etcd_handler import AgentSeconds, AgentsHandler
+
+            conf = parameters.config
+            seconds = AgentSeconds(
+                lease=read_seconds(conf, "lease", LEASE_SECONDS),
+                join_timeout=read_seconds(conf, "join_timeout", JOIN_SECONDS),
+                read_timeout=read_seconds(conf, "read_timeout", READ_SECONDS),
+            )
+            return AgentsHandler(parameters, settings, seconds)
     except UsageError as error:
         _exit(error)
-    if mode == "agents":
-        from elastic_train.rendezvous.etcd_handler import AgentsHandler
-
-        return AgentsHandler(parameters, settings)
     return _workers_handler(parameters, f"in etcd at {','.join(settings.endpoints)}", SETTINGS_VARIABLE, settings)
 
 
@@ -138,21 +145,10 @@ def read_c10d_settings(endpoint: str, conf: Mapping[str, object], *, min_nodes: 
         parse_endpoints(endpoint, "--rdzv-endpoint"),
         min_nodes,
         max_nodes,
-        last_call=_read_seconds(conf, "last_call_timeout", LAST_CALL_SECONDS),
+        last_call=read_seconds(conf, "last_call_timeout", LAST_CALL_SECONDS),
         is_host=is_host in TRUE if is_host else None,
-        join_timeout=_read_seconds(conf, "join_timeout", JOIN_SECONDS),
+        join_timeout=read_seconds(conf, "join_timeout", JOIN_SECONDS),
     )
-
-
-def _read_seconds(conf: Mapping[str, object], key: str, default: float) -> float:
-    text = str(conf.get(key, default))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise UsageError(f"{key}={text} in --rdzv-conf: give a number of seconds above 0")
-    return seconds
 
 
 def keys_without_meaning(conf: Mapping[str, object]) -> list[str]:

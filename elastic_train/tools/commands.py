@@ -46,6 +46,7 @@ def show_status(arguments: argparse.Namespace) -> int:
 
 def run_check(arguments: argparse.Namespace) -> int:
     require_linux("a check")
+    _exit_on_signals()  # so that it removes what it has made
     from elastic_train.tools.check.check_command import run_check
 
     return run_check(arguments)
@@ -63,10 +64,15 @@ def run_drill(arguments: argparse.Namespace) -> int:
         return 0
     if may_use_namespaces(arguments):
         become_root([Path.cwd(), *filter(None, (arguments.run_dir, arguments.scenario, arguments.trace))])
-    for signum in (signal.SIGTERM, signal.SIGHUP):  # so that its nodes are ended
+    _exit_on_signals()  # so that its nodes are ended
+    return 0 if run_drill(settings_of(arguments)) else 1
+
+
+def _exit_on_signals() -> None:
+    """Let SIGTERM and SIGHUP unwind the main thread as an exit does."""
+    for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup leaves it
             signal.signal(signum, lambda received, _frame: sys.exit(128 + received))
-    return 0 if run_drill(settings_of(arguments)) else 1
 
 
 def run_audit(arguments: argparse.Namespace) -> int:

@@ -121,11 +121,11 @@ def test_the_leader_dies(trio: OwnEtcd, etcd: Etcd) -> None:
     store, leader = EtcdStore(etcd), trio.leader()
     leader.kill()
     try:
-        assert store.add("while/electing", 1) == 1
+        assert store.create("while/electing", "mine") == "mine"
     finally:
         leader.start()
         trio.wait_until_healthy()
-    assert store.add("while/electing", 1) == 2, "applied once"
+    assert store.create("while/electing", "another's") == "mine"
 
 
 def test_nobody_answers(trio: OwnEtcd) -> None:
@@ -246,34 +246,28 @@ class Deaf:
         monkeypatch.setattr(etcd, "_attempt", attempt)
 
 
-def test_a_write_without_an_answer_is_recognised(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = EtcdStore(etcd)
-    store.put("lost/counter", "5")
+@pytest.mark.parametrize("before", [None, ""])
+def test_a_write_without_an_answer_is_recognised(
+    etcd: Etcd, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    store, key = EtcdStore(etcd), f"lost/{before}"
+    if before is not None:
+        store.put(key, before)
     deaf = Deaf(etcd, monkeypatch, [])
-    assert store.add("lost/counter", 1) == 6
+    assert store.create(key, "mine") == "mine"
     assert deaf.num_lost == 1
-    assert store.get("lost/counter") == "6"
+    entry = etcd.get(key)
+    assert entry is not None
+    assert entry.version == (1 if before is None else 2), "written once"
 
 
-def test_it_is_recognised_also_when_others_have_written_since(
+def test_what_others_have_written_since_is_what_stands(
     trio: OwnEtcd, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, other = EtcdStore(etcd), EtcdStore(connect(trio.settings()))
-    store.put("lost/since", "5")
-    Deaf(etcd, monkeypatch, [lambda: other.add("lost/since", 10), lambda: other.add("lost/since", 10)])
-    assert store.add("lost/since", 1) == 6
-    assert store.get("lost/since") == "26"
-
-
-def test_creating_and_swapping_without_an_answer(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = EtcdStore(etcd)
-    with monkeypatch.context() as patch:
-        Deaf(etcd, patch, [])
-        assert store.create("lost/created", "mine") == "mine"
-    with monkeypatch.context() as patch:
-        Deaf(etcd, patch, [])
-        assert store.swap("lost/created", "mine", "swapped")
-    assert store.get("lost/created") == "swapped"
+    Deaf(etcd, monkeypatch, [lambda: other.put("lost/since", "theirs")])
+    assert store.create("lost/since", "mine") == "theirs"
+    assert store.get("lost/since") == "theirs"
 
 
 # --- leases, guards, jobs ---------------------------------------------------------------------------------------------
@@ -302,8 +296,6 @@ def test_nothing_is_written_behind_a_guard_that_is_gone(etcd: Etcd) -> None:
     for write in (
         lambda: store.put("guarded", "2"),
         lambda: store.create("fresh", "2"),
-        lambda: store.swap("guarded", "1", "2"),
-        lambda: store.add("counter", 1),
     ):
         with pytest.raises(LeftOut, match="taken over"):
             write()

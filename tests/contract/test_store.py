@@ -1,4 +1,4 @@
-"""What every KeyValueStore must do, on each implementation; and what a TCPStore does when its server is gone."""
+"""What SharedStores and KeyValueStores must do, on each implementation; and what a TCPStore does without its server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from elastic_train.errors import StoreUnreachable
-from elastic_train.protocol.store import KeyValueStore, MemoryStore, TorchStore
+from elastic_train.protocol.store import KeyValueStore, MemoryStore, SharedStore, TorchStore
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_store import EtcdStore, Mirror
@@ -30,6 +30,7 @@ PATIENT_TIMEOUT = timedelta(seconds=30)
 """where no server is frozen: a machine without a name server takes a second for many a connection"""
 NUM_THREADS = 8
 Answer = TypeVar("Answer")
+AnyStore = TypeVar("AnyStore")
 
 
 def tcp_client(port: int, timeout: timedelta = TIMEOUT) -> TorchStore:
@@ -50,14 +51,23 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
         connections.close()
 
 
-@pytest.fixture(params=["memory", "hash", "tcp", "etcd", "mirrored-etcd"])
-def store(request: pytest.FixtureRequest) -> Iterator[KeyValueStore]:
-    if request.param == "memory":
-        yield MemoryStore()
-    elif request.param == "hash":
-        yield TorchStore(HashStore(), TIMEOUT)
-    elif request.param == "tcp":
-        yield tcp_client(request.getfixturevalue("tcp_server").port, PATIENT_TIMEOUT)
+SERVED: dict[str, Callable[[pytest.FixtureRequest], MemoryStore | TorchStore]] = {
+    "memory": lambda _request: MemoryStore(),
+    "hash": lambda _request: TorchStore(HashStore(), TIMEOUT),
+    "tcp": lambda request: tcp_client(request.getfixturevalue("tcp_server").port, PATIENT_TIMEOUT),
+}
+"""by members"""
+
+
+@pytest.fixture(params=SERVED)
+def served(request: pytest.FixtureRequest) -> KeyValueStore:
+    return SERVED[request.param](request)
+
+
+@pytest.fixture(params=[*SERVED, "etcd", "mirrored-etcd"])
+def store(request: pytest.FixtureRequest) -> Iterator[SharedStore]:
+    if request.param in SERVED:
+        yield SERVED[request.param](request)
     elif request.param == "etcd":
         yield EtcdStore(request.getfixturevalue("etcd"))
     else:
@@ -73,26 +83,26 @@ def key(request: pytest.FixtureRequest) -> str:
     return request.node.name
 
 
-class TestKeyValueStore:
-    def test_a_missing_key_has_no_value_and_is_not_waited_for(self, store: KeyValueStore, key: str) -> None:
+class TestSharedStore:
+    def test_a_missing_key_has_no_value_and_is_not_waited_for(self, store: SharedStore, key: str) -> None:
         started = time.monotonic()
         assert store.get(key) is None
         assert store.get_many([key, f"{key}/other"]) == [None, None]
         assert time.monotonic() - started < TIMEOUT.total_seconds() / 2
 
-    def test_what_is_put_is_got(self, store: KeyValueStore, key: str) -> None:
+    def test_what_is_put_is_got(self, store: SharedStore, key: str) -> None:
         store.put(key, "one")
         assert store.get(key) == "one"
         store.put(key, "two")
         assert store.get(key) == "two"
 
     @pytest.mark.parametrize("value", ["", "ä \n\0 €", "x" * 1_000_000], ids=["empty", "unicode", "long"])
-    def test_any_text_is_a_value(self, store: KeyValueStore, key: str, value: str) -> None:
+    def test_any_text_is_a_value(self, store: SharedStore, key: str, value: str) -> None:
         store.put(key, value)
         assert store.get(key) == value
         assert store.get_many([key, key]) == [value, value]
 
-    def test_many_keys_keep_their_order_whatever_is_missing(self, store: KeyValueStore, key: str) -> None:
+    def test_many_keys_keep_their_order_whatever_is_missing(self, store: SharedStore, key: str) -> None:
         store.put(f"{key}/0", "zero")
         store.put(f"{key}/2", "two")
         names = [f"{key}/{number}" for number in (2, 1, 0)]
@@ -100,41 +110,22 @@ class TestKeyValueStore:
         assert store.get_many([names[0], names[2]]) == ["two", "zero"]
         assert store.get_many([]) == []
 
-    def test_create_keeps_the_first_value(self, store: KeyValueStore, key: str) -> None:
+    def test_create_keeps_the_first_value(self, store: SharedStore, key: str) -> None:
         assert store.create(key, "first") == "first"
         assert store.create(key, "second") == "first"
         assert store.create(key, "first") == "first"
         assert store.get(key) == "first"
 
-    def test_create_does_not_replace_what_was_put(self, store: KeyValueStore, key: str) -> None:
+    def test_create_does_not_replace_what_was_put(self, store: SharedStore, key: str) -> None:
         store.put(key, "put")
         assert store.create(key, "created") == "put"
 
-    def test_an_empty_value_is_as_good_as_none_to_create(self, store: KeyValueStore, key: str) -> None:
+    def test_an_empty_value_is_as_good_as_none_to_create(self, store: SharedStore, key: str) -> None:
         store.put(key, "")
         assert store.create(key, "value") == "value"
         assert store.get(key) == "value"
 
-    def test_swap_needs_what_it_expects(self, store: KeyValueStore, key: str) -> None:
-        store.put(key, "one")
-        assert not store.swap(key, "other", "two")
-        assert store.get(key) == "one"
-        assert store.swap(key, "one", "two")
-        assert store.get(key) == "two"
-        assert not store.swap(key, "one", "three")
-        assert store.get(key) == "two"
-
-    def test_swap_of_a_missing_key(self, store: KeyValueStore, key: str) -> None:
-        assert not store.swap(key, "expected", "value")
-        assert store.get(key) is None
-        assert store.swap(key, "", "value")
-        assert store.get(key) == "value"
-
-    def test_a_counter_starts_at_zero(self, store: KeyValueStore, key: str) -> None:
-        assert [store.add(key, amount) for amount in (0, 2, 0, -3)] == [0, 2, 2, -1]
-        assert store.get(key) == "-1"
-
-    def test_what_is_deleted_has_no_value_and_can_be_created_again(self, store: KeyValueStore, key: str) -> None:
+    def test_what_is_deleted_has_no_value_and_can_be_created_again(self, store: SharedStore, key: str) -> None:
         store.put(key, "value")
         store.put(f"{key}/other", "another")
         for _ in range(2):
@@ -143,59 +134,81 @@ class TestKeyValueStore:
             assert store.get_many([key, f"{key}/other"]) == [None, "another"]
         assert store.create(key, "new") == "new"
 
-    def test_what_was_deleted_is_gone_at_once(self, store: KeyValueStore, key: str) -> None:
+    def test_what_was_deleted_is_gone_at_once(self, store: SharedStore, key: str) -> None:
         """A mirror hears of it a moment later."""
         for number in range(100):
             store.put(f"{key}/{number}", "value")
             store.delete(f"{key}/{number}")
             assert store.get(f"{key}/{number}") is None
 
-    def test_a_clone_is_the_same_store(self, store: KeyValueStore, key: str) -> None:
-        clone = store.clone()
-        store.put(key, "ours")
-        assert clone.get(key) == "ours"
-        assert clone.clone().create(f"{key}/new", "theirs") == "theirs"
-        assert store.get(f"{key}/new") == "theirs"
-
-    def test_create_is_won_once_among_many_threads(self, store: KeyValueStore, key: str) -> None:
-        def work(clone: KeyValueStore, number: int) -> list[str]:
-            return [clone.create(f"{key}/{turn}", str(number)) for turn in range(20)]
+    def test_create_is_won_once_among_many_threads(self, store: SharedStore, key: str) -> None:
+        def work(mine: SharedStore, number: int) -> list[str]:
+            return [mine.create(f"{key}/{turn}", str(number)) for turn in range(20)]
 
         answers = in_threads(store, work)
         assert all(answer == answers[0] for answer in answers)
         assert answers[0] == store.get_many([f"{key}/{turn}" for turn in range(20)])
 
-    def test_swap_is_won_once_among_many_threads(self, store: KeyValueStore, key: str) -> None:
-        store.put(key, "start")
-        wins = in_threads(store, lambda clone, number: clone.swap(key, "start", f"winner {number}"))
-        assert wins.count(True) == 1
-        assert store.get(key) == f"winner {wins.index(True)}"
-
-    def test_no_addition_is_lost_among_many_threads(self, store: KeyValueStore, key: str) -> None:
-        sums = in_threads(store, lambda clone, _number: [clone.add(key, 1) for _ in range(50)])
-        assert sorted(value for part in sums for value in part) == list(range(1, 50 * NUM_THREADS + 1))
-
-    def test_many_threads_may_put_the_same_key(self, store: KeyValueStore, key: str) -> None:
+    def test_many_threads_may_put_the_same_key(self, store: SharedStore, key: str) -> None:
         """The acknowledgement of a write must not take another's newer value for a loss."""
 
-        def work(clone: KeyValueStore, number: int) -> None:
+        def work(mine: SharedStore, number: int) -> None:
             for turn in range(100):
-                clone.put(key, f"{number}.{turn}")
+                mine.put(key, f"{number}.{turn}")
 
         in_threads(store, work)
         assert (store.get(key) or "").endswith(".99")
 
 
-def in_threads(store: KeyValueStore, work: Callable[[KeyValueStore, int], Answer]) -> list[Answer]:
-    """What `work` returned in each of NUM_THREADS threads, with a clone each, all at once."""
+class TestKeyValueStore:
+    def test_swap_needs_what_it_expects(self, served: KeyValueStore, key: str) -> None:
+        served.put(key, "one")
+        assert not served.swap(key, "other", "two")
+        assert served.get(key) == "one"
+        assert served.swap(key, "one", "two")
+        assert served.get(key) == "two"
+        assert not served.swap(key, "one", "three")
+        assert served.get(key) == "two"
+
+    def test_swap_of_a_missing_key(self, served: KeyValueStore, key: str) -> None:
+        assert not served.swap(key, "expected", "value")
+        assert served.get(key) is None
+        assert served.swap(key, "", "value")
+        assert served.get(key) == "value"
+
+    def test_a_counter_starts_at_zero(self, served: KeyValueStore, key: str) -> None:
+        assert [served.add(key, amount) for amount in (0, 2, 0, -3)] == [0, 2, 2, -1]
+        assert served.get(key) == "-1"
+
+    def test_a_clone_is_the_same_store(self, served: KeyValueStore, key: str) -> None:
+        clone = served.clone()
+        served.put(key, "ours")
+        assert clone.get(key) == "ours"
+        assert clone.clone().create(f"{key}/new", "theirs") == "theirs"
+        assert served.get(f"{key}/new") == "theirs"
+
+    def test_swap_is_won_once_among_many_threads(self, served: KeyValueStore, key: str) -> None:
+        served.put(key, "start")
+        wins = in_threads(served, lambda clone, number: clone.swap(key, "start", f"winner {number}"))
+        assert wins.count(True) == 1
+        assert served.get(key) == f"winner {wins.index(True)}"
+
+    def test_no_addition_is_lost_among_many_threads(self, served: KeyValueStore, key: str) -> None:
+        sums = in_threads(served, lambda clone, _number: [clone.add(key, 1) for _ in range(50)])
+        assert sorted(value for part in sums for value in part) == list(range(1, 50 * NUM_THREADS + 1))
+
+
+def in_threads(store: AnyStore, work: Callable[[AnyStore, int], Answer]) -> list[Answer]:
+    """What `work` returned in each of NUM_THREADS threads, all at once; with a clone each, but of what serves many."""
     barrier = threading.Barrier(NUM_THREADS)
     answers: dict[int, Answer] = {}
 
-    def run(clone: KeyValueStore, number: int) -> None:
+    def run(mine: AnyStore, number: int) -> None:
         barrier.wait(10)
-        answers[number] = work(clone, number)
+        answers[number] = work(mine, number)
 
-    threads = [threading.Thread(target=run, args=(store.clone(), number)) for number in range(NUM_THREADS)]
+    each = [store if isinstance(store, EtcdStore) else store.clone() for _ in range(NUM_THREADS)]
+    threads = [threading.Thread(target=run, args=(mine, number)) for number, mine in enumerate(each)]
     for thread in threads:
         thread.start()
     for thread in threads:

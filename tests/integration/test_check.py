@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -60,6 +61,47 @@ def test_two_nodes_pass_and_leave_nothing(cluster: Cluster) -> None:
     assert not cluster.run_dir.exists()
     if cluster.etcd is not None:
         wait_until(lambda: not cluster.etcd or not cluster.etcd.keys(), "tidy etcd")
+
+
+STANDS_STILL = """
+import time
+from pathlib import Path
+from torch import nn
+from torch.utils.data import TensorDataset
+from elastic_train import Task
+
+
+class Model(nn.Linear):
+    def get_extra_state(self):
+        if any(path.is_dir() for path in Path("SNAPSHOTS").glob(".check-*")):
+            print("the snapshot is being written", flush=True)
+            time.sleep(600)
+
+    def set_extra_state(self, state):
+        pass
+
+
+class Still(Task):
+    def build_model(self):
+        return Model(1, 1)
+
+    def train_dataset(self):
+        return TensorDataset(self.build_model().weight.detach())
+"""
+
+
+def test_a_check_that_is_ended_leaves_nothing(cluster: Cluster) -> None:
+    """As torchrun ends it where another worker fails."""
+    snapshots = cluster.run_dir / "snapshots"
+    (cluster.path / "still.py").write_text(STANDS_STILL.replace("SNAPSHOTS", str(snapshots)))
+    node = cluster.launch(
+        [PYTHON, "-m", "elastic_train.check", "--", "--run-dir", str(cluster.run_dir), "--task", "still:Still"], {}
+    )
+    wait_until(lambda: "the snapshot is being written" in node.text(), "snapshot", PATIENCE)
+    assert len(list(snapshots.glob(".check-*"))) == 2, "the hold, and the trial's folder"
+    node.signal(signal.SIGTERM)
+    cluster.finish([node], code=128 + signal.SIGTERM, timeout=PATIENCE)
+    assert not cluster.run_dir.exists()
 
 
 @pytest.mark.slow

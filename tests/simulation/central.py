@@ -2,7 +2,7 @@
 
 What etcd_store.py, etcd_members.py and etcd_job.py give a worker is here in virtual time: a mirror of the job's keys
 that answers reads, and may lag; calls that are tried again until their deadline, so that a request may be executed
-whose reply is lost, or long after it was given up; stamps by which such a write is known; and leases.
+whose reply is lost, or long after it was given up; and leases.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class CentralServer:
 
     def __init__(self, machines: Machines) -> None:
         self._machines, self._kernel = machines, machines.kernel
-        self.values: dict[str, tuple[str, str, int]] = {}
-        """by key: text, the stamp of its write, and its lease"""
+        self.values: dict[str, tuple[str, int]] = {}
+        """by key: text and lease"""
         self.log: list[tuple[str, str | None]] = []
         """all changes; how many there are is the revision"""
         self.mirrors: list[Mirror] = []
@@ -67,27 +67,20 @@ class CentralServer:
     def below(self, prefix: str) -> tuple[dict[str, str], int]:
         return {key: one[0] for key, one in self.values.items() if key.startswith(prefix)}, len(self.log)
 
-    def put(self, key: str, text: str, stamp: str, lease: int) -> tuple[None, int]:
+    def put(self, key: str, text: str, lease: int) -> tuple[None, int]:
         """Raises: LeftOut where the lease is gone."""
         if not self._is_there(lease):
             raise LeftOut("its lease has run out")
-        self.values[key] = text, stamp, lease
+        self.values[key] = text, lease
         self._note(key, text)
         return None, len(self.log)
 
-    def create(self, key: str, text: str, stamp: str, lease: int) -> tuple[str, int]:
+    def create(self, key: str, text: str, lease: int) -> tuple[str, int]:
         """Raises: as `put`."""
         standing = self.values.get(key)
         if standing is None or not standing[0]:
-            self.put(key, text, stamp, lease)
+            self.put(key, text, lease)
         return self.values[key][0], len(self.log)
-
-    def swap(self, key: str, expected: str, text: str, stamp: str, lease: int) -> tuple[bool, int]:
-        """Raises: as `put`."""
-        standing = self.values.get(key, ("", "", 0))
-        if standing[0] == expected and standing[1] != stamp:
-            self.put(key, text, stamp, lease)
-        return self.get_many([key])[0] == [text], len(self.log)
 
     def delete(self, key: str) -> tuple[None, int]:
         if self.values.pop(key, None) is not None:
@@ -114,7 +107,7 @@ class CentralServer:
 
     def revoke(self, lease: int) -> tuple[None, int]:
         self._leases.pop(lease, None)
-        for key in [key for key, one in self.values.items() if one[2] == lease]:
+        for key in [key for key, one in self.values.items() if one[1] == lease]:
             self.delete(key)
         return None, 0
 
@@ -195,9 +188,6 @@ class CentralClient:
     def under(self, lease: int) -> CentralClient:
         return CentralClient(self._process, self._server, self._mirror, lease, self._deadline)
 
-    def clone(self) -> CentralClient:
-        return self
-
     def get(self, key: str) -> str | None:
         return self.get_many([key])[0]
 
@@ -212,20 +202,10 @@ class CentralClient:
         return self._call("below", prefix)  # type: ignore[no-any-return]
 
     def put(self, key: str, value: str) -> None:
-        self._call("put", key, value, self._stamp(), self._lease)
+        self._call("put", key, value, self._lease)
 
     def create(self, key: str, value: str) -> str:
-        return self._call("create", key, value, self._stamp(), self._lease)  # type: ignore[no-any-return]
-
-    def swap(self, key: str, expected: str, value: str) -> bool:
-        return self._call("swap", key, expected, value, self._stamp(), self._lease)  # type: ignore[no-any-return]
-
-    def add(self, key: str, amount: int) -> int:
-        while True:
-            [text] = self._call("get_many", [key])
-            total = int(text or "0") + amount
-            if self.swap(key, text or "", str(total)):
-                return total
+        return self._call("create", key, value, self._lease)  # type: ignore[no-any-return]
 
     def delete(self, key: str) -> None:
         self._call("delete", key)
@@ -247,9 +227,6 @@ class CentralClient:
         self._call("get_many", ())
 
     # --- calls --------------------------------------------------------------------------------------------------------
-
-    def _stamp(self) -> str:
-        return self._process.machines.draw_uid()
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Raises: StoreUnreachable, LeftOut."""
@@ -382,7 +359,7 @@ class CentralForm:
         return SimEtcdJob(worker, own, prefix, lease, grace)
 
     def begin(self, _founders: Sequence[Worker], decision: Decision) -> None:
-        self.server.put(f"job-{self.server.job_lease}/start/next", decision.to_json(), "first", self.server.job_lease)
+        self.server.put(f"job-{self.server.job_lease}/start/next", decision.to_json(), self.server.job_lease)
 
     def decisions(self) -> Iterator[tuple[str, str]]:
         for key, text in self.server.log:

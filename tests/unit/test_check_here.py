@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
-from elastic_train.config import Config
+from elastic_train.config import Config, parse
 from elastic_train.errors import UsageError
+from elastic_train.rendezvous.launch import Launch
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.store_urls import parse_url
-from elastic_train.tools.check.here import TrialDirectory, measure_snapshot, num_kept, trial_place
+from elastic_train.tools.check.facts import RendezvousFacts
+from elastic_train.tools.check.here import Measured, TrialDirectory, look_here, measure_snapshot, num_kept, trial_place
 from elastic_train.tools.check.trial_bucket import TrialBucket
+from elastic_train.training.tasks import Task
 
 
 @pytest.fixture
@@ -89,6 +94,64 @@ def test_a_bucket_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     place.close()
     with pytest.raises(UsageError, match="credentials do not belong into a URL"):
         trial_place(Config(snapshot_dir="s3://key:secret@bucket/run"), tmp_path)
+
+
+class Sparse(Task):
+    """Its optimizer takes sparse gradients alone."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Embedding(1000, 4, sparse=True)
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SparseAdam(model.parameters())
+
+    def train_dataset(self) -> TensorDataset:
+        return TensorDataset(torch.arange(64))
+
+
+class DoesNotFit(Sparse):
+    """Its optimizer takes more memory than there is."""
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters())
+        optimizer.register_step_pre_hook(run_out_of_memory)
+        return optimizer
+
+
+def run_out_of_memory(*_arguments: object) -> None:
+    raise torch.OutOfMemoryError("no room for the moments")
+
+
+def measure(task: type[Task], path: Path) -> Measured | None:
+    directory = TrialDirectory(path)
+    config = Config(task=f"{__name__}:{task.__name__}", snapshot_dir=str(path))
+    try:
+        return measure_snapshot(config, torch.device("cpu"), directory, is_writer=True)
+    finally:
+        directory.close()
+        assert directory.error is None
+
+
+def test_an_optimizer_that_takes_no_dense_gradients_is_measured_without_its_moments(path: Path) -> None:
+    measured = measure(Sparse, path)
+    assert measured is not None
+    assert 4 * 4000 < measured.bytes < 2 * 4 * 4000
+
+
+def test_moments_that_do_not_fit_are_told(path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="no room for the moments"):
+        measure(DoesNotFit, path)
+
+
+@pytest.mark.parametrize("flags", [[], ["--device", "cpu"]])
+def test_a_worker_tells_which_device_was_asked_for(path: Path, flags: list[str]) -> None:
+    directory = TrialDirectory(path)
+    config, launch = parse(["--model", "mlp", *flags]), Launch.from_environment({}, None)
+    try:
+        found = look_here(config, launch, "127.0.0.1", directory, RendezvousFacts())
+    finally:
+        directory.close()
+    assert found.wanted_device == (flags[1] if flags else "auto")
 
 
 @pytest.mark.parametrize(

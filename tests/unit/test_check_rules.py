@@ -279,6 +279,8 @@ def test_gpus() -> None:
     assert "somebody else" in the_one(rule(used), Level.MATTERS).why
     blind = with_worker(job(), 1, num_gpu_devices=8)
     assert "node1" in the_one(rule(blind), Level.MATTERS).what
+    asked = with_worker(blind, 1, wanted_device="cpu")
+    assert "training is on the CPU" in the_one(rule(asked), Level.FINE).what
     mixed = with_worker(gpu_job("a", "b"), 1, gpu=None)
     assert "node1 on the CPU" in the_one(rule(mixed), Level.BREAKS).what
     the_one(rule(with_worker(job(), 0, device_error="--device cuda: none here")), Level.BREAKS)

@@ -39,6 +39,13 @@ def test_what_is_no_endpoint_is_refused(text: str) -> None:
         parse_endpoints(text)
 
 
+@pytest.mark.parametrize("text", ["h:99999", "h1:2379,[::1]:65536", "https://h:0"])
+def test_a_port_that_there_is_not_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^etcd: '\S+' in --rdzv-endpoint: a port is 1 to 65535$"):
+        parse_endpoints(text)
+    assert parse_endpoints("h:1,h:65535") == (("h:1", "h:65535"), set())
+
+
 def test_no_endpoint() -> None:
     with pytest.raises(UsageError, match="--rdzv-endpoint"):
         settings(endpoint="")
@@ -99,10 +106,18 @@ def test_a_misspelt_key_is_named() -> None:
         settings({"graze": "5"})
 
 
-@pytest.mark.parametrize("conf", [{"grace": "x"}, {"grace": "0"}, {"prefix": "team"}, {"prefix": "/team/"}])
-def test_values_that_cannot_work(conf: dict[str, object]) -> None:
-    with pytest.raises(UsageError):
-        settings(conf)
+@pytest.mark.parametrize("value", ["x", "0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("key", ["grace", "last_call", "last_call_timeout"])
+def test_seconds_that_nobody_can_wait(key: str, value: str) -> None:
+    """No call would ever give up after `nan` seconds."""
+    with pytest.raises(UsageError, match=f"^{key}={value} in --rdzv-conf: give a number of seconds above 0$"):
+        settings({key: value})
+
+
+@pytest.mark.parametrize("prefix", ["team", "/team/"])
+def test_a_prefix_that_cannot_work(prefix: str) -> None:
+    with pytest.raises(UsageError, match=f"prefix={prefix} must begin with a slash"):
+        settings({"prefix": prefix})
 
 
 # --- files that are being replaced ------------------------------------------------------------------------------------

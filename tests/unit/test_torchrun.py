@@ -337,6 +337,20 @@ def test_etcd3_gets_the_same_handler(capsys: pytest.CaptureFixture[str]) -> None
     assert "meeting in etcd at e:2379, 1 to 4 nodes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["grace", "lease", "join_timeout", "read_timeout"])
+@pytest.mark.parametrize("value", ["abc", "0", "nan"])
+def test_agents_that_wait_for_no_time_are_told_in_a_line(
+    key: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is asked of etcd."""
+    with pytest.raises(SystemExit) as ended:
+        create_handler(parameters("etcd3", "127.0.0.1:1", membership="agents", **{key: value}))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        f"elastic_train: error: {key}={value} in --rdzv-conf: give a number of seconds above 0\n"
+    )
+
+
 def test_what_is_told_is_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     create_c10d_handler(parameters(max_nodes=1))
     assert capsys.readouterr().err == ""

@@ -127,9 +127,9 @@ def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.N
 
     run_dir = config.run_dir or Path("runs") / default_run_name(launch.run_id.removesuffix(f"/{OWN_ID}"))
     directory = trial_place(config, run_dir)
-    rendezvous = look_at_rendezvous(arguments, launch)
-    membership, mine = None, None
+    rendezvous, membership, mine = RendezvousFacts(), None, None
     try:
+        rendezvous = look_at_rendezvous(arguments, launch)
         membership = connect_worker(
             Applicant(
                 launch,

@@ -98,6 +98,8 @@ class WorkerFacts:
     """whom --notices has asked, `off` for nobody"""
     notice_seconds: float | None = None
     """that a notice of that one leaves, where it is known before one comes"""
+    wanted_device: str = "auto"
+    """by --device"""
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ def look_here(
         rendezvous=rendezvous,
         notices_of=notices_of,
         notice_seconds=notice_seconds,
+        wanted_device=config.device,
     )
 
 
@@ -261,9 +262,10 @@ def num_kept(config: Config, last_step: int) -> int:
 def measure_snapshot(
     config: Config, device: torch.device, directory: TrialPlace, *, is_writer: bool
 ) -> Measured | None:
-    """Write one; None where this worker writes none.
+    """Write one; None where this worker writes none. Without moments where the optimizer refuses gradients of zeros.
 
     Raises:
+        torch.OutOfMemoryError: the moments do not fit.
         UsageError, DatasetMissing: the task cannot be built, as a worker of the job would find. Whatever the user's own
             task raises.
     """
@@ -274,7 +276,12 @@ def measure_snapshot(
         return None
     for parameter in state.model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    state.optimizer.step()  # moments and the like exist from the first step on
+    try:
+        state.optimizer.step()  # moments and the like exist from the first step on
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # of these gradients, not of the task's: SparseAdam takes sparse ones, LBFGS a closure
+        pass
     try:
         with directory.trial() as place:
             writer = SnapshotWriter(place, keep=1, host=host_name(), run_uid="check", task={})

@@ -54,7 +54,11 @@ def _gpus_that_do_not_work(gathered: Gathered) -> list[Finding]:
             "see that nvidia-smi works there, that the container was given its GPUs, and CUDA_VISIBLE_DEVICES",
         )
     workers = gathered.workers
-    blind = [rank for rank, worker in enumerate(workers) if worker.num_gpu_devices > 0 and worker.num_gpus == 0]
+    blind = [
+        rank
+        for rank, worker in enumerate(workers)
+        if worker.num_gpu_devices > 0 and worker.num_gpus == 0 and worker.wanted_device != "cpu"
+    ]
     if blind and not findings:
         findings += matters(
             f"{nodes_of(gathered, blind)} has GPUs in /dev, and torch sees none",
