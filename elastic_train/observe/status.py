@@ -96,7 +96,8 @@ class Status:
     test_metrics: Mapping[str, float] = field(default_factory=dict)
     """of the newest evaluation, by name"""
     snapshot: NewestSnapshot | None = None
-    incidents: tuple[str, ...] = ()
+    incidents: tuple[Line, ...] = ()
+    """oldest first, as result.json has them"""
     warnings: tuple[str, ...] = ()
     """oldest first; of those that differ in numbers only, as in the step of a snapshot, the newest, with a count"""
     is_drill: bool = False
@@ -184,7 +185,7 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         accuracy_step=accuracy_step,
         test_metrics=test_metrics,
         snapshot=_newest_remote_snapshot(workers) if snapshot is None else _told(snapshot),
-        incidents=incidents_of(workers, current_result, now),
+        incidents=incidents_of(workers, current_result),
         warnings=tuple(dict.fromkeys([*warnings_of(workers), *problems])),
         is_drill=is_drill,
         capacity=capacity_of(workers, world, quarantined, is_there=is_there, is_over=state in OVER),
