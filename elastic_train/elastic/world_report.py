@@ -115,8 +115,8 @@ class WorldReport:
             backend=backend,
             branch=None if branch is None else branch.id,
             incidents=self._new_incidents(),
-            # A newcomer may get the clock of the run later than its place.
-            **({"bill": reporter.bill(state)} if world.rank == 0 else {}),
+            # A newcomer may get the state of the run later than its place.
+            **({"bill": reporter.bill(state), "best": state.ratings.best_as_json()} if world.rank == 0 else {}),
         )
         if self._deaths is not None:
             self._tell_quarantines(world)

@@ -16,6 +16,7 @@ from elastic_train.observe.metrics import Metrics
 from elastic_train.observe.rate import Rate
 from elastic_train.runlog.events import EventLog, Ledger, file_name
 from elastic_train.runlog.reader import newest_first
+from elastic_train.training.ratings import Ratings
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count
 from elastic_train.world import World
@@ -230,6 +231,11 @@ class Reporter:
         self.report(f"step={state.step} epoch={epoch}/{state.num_epochs} {text}")
         if self._world is not None and self._world.rank == 0:
             self._add_scalars(state.step, {f"test/{name}": value for name, value in metrics.items()})
+
+    def best(self, ratings: Ratings) -> None:
+        """The model is better than ever."""
+        if self.is_spokesman:
+            self.events.write("best", best=ratings.best_as_json())
 
     def rating(self, step: int, metric: float) -> None:
         """How good a training function says that its model is."""

@@ -51,6 +51,8 @@ def describe(status: Status, now: float) -> list[tuple[str, str]]:
     at = f" at step {status.accuracy_step}" if status.accuracy_step != status.step else ""
     for name, value in main_metrics(status.test_metrics).items():
         row(f"test {name}", f"{value}{at}")
+    if (best := status.best) is not None:
+        row("best", f"{best['metric']:g} at step {best['step']}")
     row("snapshot", _describe_snapshot(status.snapshot, now))
     row("training", None if status.goodput_ratio is None else f"{status.goodput_ratio:.0%} of the wall time")
     at = f" at step {status.bill_step}" if status.bill_step != status.step else ""

@@ -341,6 +341,26 @@ def test_result_and_evaluation(files: Files) -> None:
     assert found.notes == ("result.json is of an earlier end, at step 20",)
 
 
+def test_the_best_metric_is_that_of_the_newest_line_that_has_one_and_of_the_result(files: Files) -> None:
+    worker = files.worker(0, started=NOW - 900)
+    worker.enter(0, NOW - 890)
+    worker.train(1, 20, NOW - 800)
+    assert (read(files).best, "best" in dict(describe(read(files), NOW))) == (None, False)
+    worker.write("best", NOW - 780, best={"step": 20, "metric": -0.5})
+    assert dict(describe(read(files), NOW))["best"] == "-0.5 at step 20"
+    again = files.worker(0, started=NOW - 700, start_number=1)
+    again.enter(1, NOW - 690)
+    again.train(11, 30, NOW - 600)
+    again.write("world", NOW - 599, best={"step": 10, "metric": -1.38380})
+    found = read(files)
+    assert json.loads(to_json(found))["best"] == {"step": 10, "metric": -1.3838}, "that of step 20 was lost"
+    assert dict(describe(found, NOW))["best"] == "-1.3838 at step 10"
+    files.result(step=30, best={"step": 28, "metric": 12345678.0})
+    assert dict(describe(read(files), NOW))["best"] == "1.23457e+07 at step 28"
+    files.result(step=30)
+    assert read(files).best == {"step": 10, "metric": -1.3838}, "of an older version"
+
+
 def test_all_that_was_measured_where_there_is_no_accuracy(files: Files) -> None:
     worker = files.worker(0, started=NOW - 900)
     worker.enter(0, NOW - 890)
@@ -625,6 +645,7 @@ def test_any_field_of_any_line_may_be_missing_or_of_another_kind(files: Files) -
     first.enter(1, NOW - 700, cause="join")
     first.train(5, 8, NOW - 600, seconds_per_step=9.0)
     first.write("evaluation", NOW - 500, metrics={"accuracy": 0.5})
+    first.write("best", NOW - 500, best={"step": 1, "metric": 0.5})
     first.write("snapshot", NOW - 500, path="s3://bucket/one", snapshot_step=60, bytes=7)
     first.write(
         "world", NOW - 400, cause="leave", members=["a"], nodes=1, quarantined=[{"host": "x", "until": NOW + 9}],
