@@ -173,10 +173,14 @@ def verify_snapshots(arguments: argparse.Namespace) -> int:
 
 
 def hash_snapshot(arguments: argparse.Namespace) -> int:
+    from elastic_train.storage.dcp import is_dcp
+    from elastic_train.storage.weights import read_weights
     from elastic_train.training.state import state_sha256
 
-    _, state = _read_state(arguments)
-    print(state_sha256(state["model"]))
+    path = Path(arguments.path)
+    is_exported = path.is_file() or is_dcp(path)
+    weights = read_weights(path, warn=_warn) if is_exported else _read_state(arguments)[1]["model"]
+    print(state_sha256(weights))
     return 0
 
 
