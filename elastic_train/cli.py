@@ -254,7 +254,12 @@ def _add_snapshot(commands: Commands) -> None:
         "--format", choices=("pt", "safetensors", "dcp"), default="pt",
         help="default: pt, for torch.load; dcp: a folder for torch.distributed.checkpoint",
     )  # fmt: skip
-    export.add_argument("--output", metavar="PATH", type=Path, help="default: weights.FORMAT here")
+    export.add_argument(
+        "--output",
+        metavar="PATH",
+        type=Path,
+        help="a file there is replaced; default: weights.FORMAT here, where there is none yet",
+    )
     export.add_argument("--best", action="store_true", help="the one with the best metric, instead of the newest")
     export.add_argument("--averaged", action="store_true", help="the averaged weights of --ema-decay")
 

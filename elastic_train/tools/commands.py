@@ -187,11 +187,13 @@ def hash_snapshot(arguments: argparse.Namespace) -> int:
 def export_snapshot(arguments: argparse.Namespace) -> int:
     from elastic_train.storage.weights import export_weights
 
+    output = arguments.output or Path(f"weights.{arguments.format}")
+    if arguments.output is None and output.exists():
+        raise UsageError(f"{output} is there already: say where to by --output, which replaces a file")
     info, state = _read_state(arguments, is_best=arguments.best)
     weights = state.get("extras", {}).get("ema") if arguments.averaged else state["model"]
     if weights is None:
         raise SnapshotError(f"{arguments.path} holds no averaged weights; --ema-decay keeps them")
-    output = arguments.output or Path(f"weights.{arguments.format}")
     export_weights(weights, output, arguments.format)
     rated = "" if info.metric is None else f", metric {info.metric:.6g}"
     print(f"{len(weights)} tensors of step {info.step}{rated}: {output.absolute()}")

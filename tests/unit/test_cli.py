@@ -123,6 +123,25 @@ class TestSnapshotExport:
         loaded = torch.load(output) if file_format == "pt" else load_safetensors(output.read_bytes())
         assert state_sha256(loaded) == sha256(30)
 
+    @pytest.mark.parametrize("file_format", ["pt", "safetensors", "dcp"])
+    def test_nothing_is_overwritten_that_was_not_named(
+        self, run_dir: Path, file_format: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(run_dir)
+        name, command = f"weights.{file_format}", ["snapshot", "export", str(run_dir), "--format", file_format]
+        assert cli.main([*command, "--best"]) == 0
+        capsys.readouterr()
+        assert cli.main(command) == 2
+        told = f"{name} is there already: say where to by --output, which replaces a file"
+        assert capsys.readouterr() == ("", f"elastic-train: error: {told}\n")
+        assert cli.main(["snapshot", "hash", name]) == 0
+        assert capsys.readouterr().out == sha256(10) + "\n", "as it was"
+        is_replaced = file_format != "dcp"  # which is a folder
+        assert cli.main([*command, "--output", name]) == (0 if is_replaced else 1)
+        capsys.readouterr()
+        assert cli.main(["snapshot", "hash", name]) == 0
+        assert capsys.readouterr().out == sha256(30 if is_replaced else 10) + "\n"
+
     def test_no_averaged_weights_no_file(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
         output = run_dir / "weights.pt"
         assert cli.main(["snapshot", "export", str(run_dir), "--averaged", "--output", str(output)]) == 1
