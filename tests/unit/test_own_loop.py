@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -118,3 +122,44 @@ def test_what_a_broken_off_broadcast_has_left_in_the_weights_is_put_back() -> No
     is_broken = False
     broadcast()
     assert module.weight.tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("samples", [10, 3])
+def test_gradients_that_add_up_as_the_readme_has_it(samples: int) -> None:
+    """Clipped they are those of the whole batch, also where a part has no sample."""
+    readme = (Path(own_loop.__file__).parents[1] / "training" / "README.md").read_text()
+    [snippet] = [part for part in readme.split("```") if part.startswith("python\n") and "no_sync" in part]
+
+    class Wrapped(nn.Linear):
+        is_summing = True
+        syncs: ClassVar[list[bool]] = []
+
+        @contextmanager
+        def no_sync(self) -> Iterator[None]:
+            self.is_summing = False
+            yield
+            self.is_summing = True
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.syncs.append(self.is_summing)
+            return super().forward(inputs)
+
+    torch.manual_seed(1)
+    ddp, inputs, labels = Wrapped(4, 3), torch.randn(samples, 4), torch.arange(samples) % 3
+    whole = copy.deepcopy(ddp)
+    expected = F.cross_entropy(whole(inputs), labels)
+    expected.backward()
+    nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+    Wrapped.syncs.clear()
+    committed: list[torch.Tensor] = []
+    names = {
+        "training": SimpleNamespace(
+            batches=lambda: [(inputs, labels)], device=torch.device("cpu"), commit=committed.append
+        ),
+        "ddp": ddp, "optimizer": torch.optim.SGD(ddp.parameters(), lr=0.0), "torch": torch, "F": F,
+        "nullcontext": nullcontext,
+    }  # fmt: skip
+    exec(snippet.removeprefix("python\n"), names)
+    assert Wrapped.syncs == [False, False, False, True]
+    torch.testing.assert_close(committed, [expected.detach()], rtol=0.02, atol=0.02)
+    torch.testing.assert_close(ddp.weight.grad, whole.weight.grad, rtol=0.02, atol=0.02)
