@@ -165,8 +165,9 @@ class TrainState:
         self._is_updating &= not self.kept.put_back()
         return True
 
-    def commit(self, loss: float) -> bool:
-        """The one place where a step becomes done, with its mean loss over all samples. True at the end of an epoch."""
+    def commit(self, loss: float | None) -> bool:
+        """The one place where a step becomes done, with its mean loss over all samples; None where that is not known.
+        True at the end of an epoch."""
         self.lock.hold()
         self.is_step_open = False
         self.samples_done += self.next_step_samples()

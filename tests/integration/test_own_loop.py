@@ -682,6 +682,8 @@ def test_mistakes_end_in_one_line(
     (node,) = start_script(cluster, 1, before_commit, *flags)
     cluster.finish([node], code=code)
     assert message in error_line(node)
+    if before_commit == "continue":
+        assert [event["loss"] for event in events(cluster.path / "run-1", "step")] == [None], "none was ever given"
 
 
 @pytest.mark.slow
