@@ -239,9 +239,11 @@ def _add_snapshot(commands: Commands) -> None:
     listing.add_argument("path", metavar="RUN_DIR|SNAPSHOTS_DIR", help="or a URL, such as s3://bucket/run-1")
     verify = _add(actions, "verify", verify_snapshots, "compare size and SHA-256 of one snapshot, or of all of a run")
     verify.add_argument("path", metavar="PATH", help="a snapshot, a folder of snapshots, a run directory, or a URL")
-    hashing = _add(actions, "hash", hash_snapshot, "state_sha256 of a snapshot's model, as in result.json")
+    hashing = _add(actions, "hash", hash_snapshot, "state_sha256 of a model, as in result.json")
     hashing.add_argument(
-        "path", metavar="PATH", help="a snapshot; of a folder of snapshots, a run or a URL, the newest whole one"
+        "path",
+        metavar="PATH",
+        help="a snapshot; of a folder of snapshots, a run or a URL, the newest whole one; or exported weights",
     )
 
     export = _add(actions, "export", export_snapshot, "a snapshot's weights for other programs")
@@ -252,7 +254,12 @@ def _add_snapshot(commands: Commands) -> None:
         "--format", choices=("pt", "safetensors", "dcp"), default="pt",
         help="default: pt, for torch.load; dcp: a folder for torch.distributed.checkpoint",
     )  # fmt: skip
-    export.add_argument("--output", metavar="PATH", type=Path, help="default: weights.FORMAT here")
+    export.add_argument(
+        "--output",
+        metavar="PATH",
+        type=Path,
+        help="a file there is replaced; default: weights.FORMAT here, where there is none yet",
+    )
     export.add_argument("--best", action="store_true", help="the one with the best metric, instead of the newest")
     export.add_argument("--averaged", action="store_true", help="the averaged weights of --ema-decay")
 

@@ -230,7 +230,7 @@ class EarlierRun:
                 worker.reporter.log(line)
             write_lines_again(worker, world)  # before the next exchange: nobody has a state until all have written
         seen = gather_json({"reached": self._traces.reached, "logged": self._traces.logged})
-        note_restart(state, restored, newest_step([entry["reached"] for entry in seen]))
+        note_restart(state, restored, newest_step([entry["reached"] for entry in seen]), world)
         logged = newest_step([entry["logged"] for entry in seen])
         if logged is not None and world.rank == restored.from_rank:
             worker.reporter.write_missing_commits(state, logged)
@@ -296,16 +296,17 @@ def startup_seconds(worker: Worker) -> dict[str, float]:
     }
 
 
-def note_restart(state: TrainState, restored: Restored, reached: int | None) -> None:
+def note_restart(state: TrainState, restored: Restored, reached: int | None, world: World) -> None:
     """A run that is continued by new processes was interrupted: an incident, with the steps that were lost.
 
     Args:
         reached: committed steps of the newest generation that anybody knows of.
+        world: that of the new processes.
     """
     if restored.source == "scratch" or state.is_finished:
         return
     lost = max(0, (reached or 0) - restored.step)
-    incident = new_incident("restart", {"down": state.clock.newest_down}, steps_lost=lost)
+    incident = new_incident("restart", {"down": state.clock.newest_down}, world, restored.step, steps_lost=lost)
     is_planned = lost == 0 and restored.step == state.stopped_at
     state.incidents.append(incident | ({"planned": True} if is_planned else {}))
 

@@ -45,7 +45,7 @@ class Evaluations:
             metric = float(gather_json(metric)[0])
             watcher.do(Activity.COMPUTE)
         state, reporter = self._worker.state, self._worker.reporter
-        state.ratings.note(state.step, metric)
+        self._rate(metric)
         if not self._worker.config.keep_best and not self._has_hinted:
             self._has_hinted = True
             reporter.report(
@@ -56,6 +56,11 @@ class Evaluations:
         elif world.rank == 0 and not self._has_warned:
             self._has_warned = True
             reporter.warn(f"keep() was given {metric} at step {state.step}: no finite number, so it rates nothing")
+
+    def _rate(self, metric: float) -> None:
+        ratings = self._worker.state.ratings
+        if ratings.note(self._worker.state.step, metric):
+            self._worker.reporter.best(ratings)
 
     def if_due(self, world: World) -> None:
         """At the end of every so many epochs, and of training; every rank calls it at the end of an epoch."""
@@ -104,7 +109,7 @@ class Evaluations:
             self._warned_of.add(name)
             worker.reporter.warn(odd[name])
         if (accuracy := metrics.get("accuracy")) is not None:
-            state.ratings.note(state.step, accuracy)
+            self._rate(accuracy)
         elif config.keep_best and world.rank == 0 and not self._has_warned:
             self._has_warned = True
             worker.reporter.warn(

@@ -76,6 +76,7 @@ def result(worker: Worker) -> dict[str, Any]:
         "epoch": state.epoch,
         "test_accuracy": state.test_metrics.get("accuracy"),
         "test_metrics": state.test_metrics,
+        "best": state.ratings.best_as_json(),
         "train_loss": state.last_loss,
         "wall_seconds": phases["wall"],
         "generations": state.generations,

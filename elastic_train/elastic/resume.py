@@ -190,6 +190,8 @@ class Resume:
             membership.arrival.report_ready(world)
             num_givers = world.world_size - taking.wait_for_position(membership.arrival.check)
             restored = Restored("peer", state.step, 0)
+            newcomers = [member.name for member in world.workers[num_givers:]]  # who find each other as at a start
+            self._report.interrupted = {**self._report.interrupted, "joined": newcomers}
             self._files.claim(world, has_state=False)  # not before: until they come, the others write as before
         elif world.rank == 0 and change.joined:
             handover = Giving(state, [0, *range(num_givers, world.world_size)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import timedelta
 from functools import partial
@@ -161,35 +161,46 @@ def _as_member(
         return parts.exits.give_way(error, ring.world, back, has_state=parts.resume.has_state)
 
 
-def _compare_code(worker: Worker, membership: Membership, program: Program) -> None:
-    """Warns where the file of the task or of the training function is not what the node has that has begun the job:
-    flags, shapes and names are compared, the rest of what it does is not."""
+def find_world(earlier: EarlierRun, worker: Worker, differing: Iterable[str | None]) -> World:
+    """The first world of this worker, with a warning of what is differing here from the others; not before it is in:
+    who is refused trains with nobody. Raises: as `EarlierRun.first_world`."""
+    world = earlier.first_world()
+    for warning in filter(None, differing):
+        worker.reporter.warn(warning)
+    return world
+
+
+def _differing_code(worker: Worker, membership: Membership, program: Program) -> str | None:
+    """What is to be said where the file of the task or of the training function is not what the node has that has
+    begun the job: flags, shapes and names are compared, the rest of what it does is not."""
     mine = identify_code(program.train if program.loss is None else type(worker.task))
     if mine is None:
-        return
+        return None
     path, digest = mine
     theirs = membership.agreed_once("code", digest)
-    if theirs != digest:
-        worker.reporter.warn(
-            f"{path} is not what the node has with which this job began (SHA-256 {digest}... here, {theirs}... there): "
-            "where they train otherwise, their states differ; give all nodes the same file"
-        )
+    if theirs == digest:
+        return None
+    return (
+        f"{path} is not what the node has with which this job began (SHA-256 {digest}... here, {theirs}... there): "
+        "where they train otherwise, their states differ; give all nodes the same file"
+    )
 
 
-def _compare_settings(worker: Worker, membership: Membership) -> None:
-    """Warns where the optimizers that this start has built are set otherwise than on the node that has begun the job:
-    all train with those of rank 0, or of the run."""
+def differing_settings(worker: Worker, membership: Membership) -> str | None:
+    """What is to be said where the optimizers that this start has built are set otherwise than on the node that has
+    begun the job: all train with those of rank 0, or of the run."""
     state = worker.state
     others = {name: one for name, one in state.extras.items() if isinstance(one, torch.optim.Optimizer)}
     mine = settings_of({type(state.optimizer).__name__: state.optimizer, **others})
     theirs = json.loads(membership.agreed_once("optimizers", json.dumps(mine)))
     names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
     differing = [f"{name} {mine.get(name)} here, {theirs.get(name)} there" for name in names]
-    if differing:
-        worker.reporter.warn(
-            f"the optimizers are not set as on the node with which this job began ({', '.join(differing[:3])}): all "
-            "train with the settings of the run, or of the first rank 0; give all nodes the same"
-        )
+    if not differing:
+        return None
+    return (
+        f"the optimizers are not set as on the node with which this job began ({', '.join(differing[:3])}): all "
+        "train with the settings of the run, or of the first rank 0; give all nodes the same"
+    )
 
 
 NUM_GROUPS = 4
@@ -213,9 +224,9 @@ def _make_parts(
     worker: Worker, membership: Membership, program: Program, back: Return | None, noticed: Noticed
 ) -> RingParts:
     files = RunFiles(worker, membership.agreed_once("job_token", new_token()))
-    _compare_code(worker, membership, program)
+    differing = [_differing_code(worker, membership, program)]
     if back is None:  # else they have been trained with
-        _compare_settings(worker, membership)
+        differing.append(differing_settings(worker, membership))
     saver = Saver(worker, files, written=noticed.judge)
     earlier = EarlierRun(worker, membership, files, back)
     trainer = Trainer(program, worker, membership, saver)
@@ -232,7 +243,7 @@ def _make_parts(
     )
     task, config = worker.task, worker.config
     return RingParts(
-        find=earlier.first_world,
+        find=partial(find_world, earlier, worker, differing),
         open_group=partial(_open_group, worker, membership),
         batches=lambda world, first_ranks: steps(
             task.train_set, task.collate, worker.state, world, config, worker.device, first_ranks, worker.reporter.warn

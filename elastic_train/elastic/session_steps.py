@@ -155,7 +155,7 @@ class SessionSteps:
         step.is_applied = True
         return has_stepped
 
-    def commit(self, loss: float, late: LateTotals | None = None, *, is_told: bool = True) -> None:
+    def commit(self, loss: float | None, late: LateTotals | None = None, *, is_told: bool = True) -> None:
         """The step in hand counts. `late` are its sums where they are not waited for; they give its loss then. It has
         an event unless others, of whom nobody knows, may do it again."""
         step, state = self.required(), self._worker.state
@@ -187,8 +187,8 @@ class SessionSteps:
                 f"{what} between the optimizer's step and the commit of step {state.step + 1}, which counts: what the "
                 f"loop does in between (a scheduler's step) may be missing once{then}"
             )
-        # Its loss was not told; that of the step before stands in.
-        self.commit(state.last_loss or 0.0, is_told=error is None or self._is_alone)
+        # Its loss was not told; that of the step before stands in, if there was any.
+        self.commit(state.last_loss, is_told=error is None or self._is_alone)
         state.lock.hold()
         return True
 

@@ -41,7 +41,7 @@ from elastic_train.training.data_identity import identify, identify_state
 from elastic_train.training.datasets import download
 from elastic_train.training.epoch_dataset import length_of
 from elastic_train.training.ordered import check_model
-from elastic_train.training.state import TrainState, build_optimizer
+from elastic_train.training.state import TrainState, build_optimizer, require_values
 from elastic_train.training.tasks import ImageClassification, Task, load_task, make_own_task
 from elastic_train.wording import count, kind_of
 from elastic_train.world import Point, World, host_name
@@ -273,9 +273,10 @@ def make_reporter(config: Config, launch: Launch, directory: RunDirectory, host:
 
 
 def check_state(config: Config, task: Task, state: TrainState) -> None:
-    """Raises: UsageError where there is nothing to train on, or the model cannot be trained in ordered mode."""
+    """Raises: UsageError where there is nothing to train on, or a model that cannot be, or not in ordered mode."""
     if state.length == 0:
         raise UsageError(f"the training set of {task.name} is empty: there is nothing to train on")
+    require_values(state.model)
     if config.reduction == "ordered":
         check_model(state.model)
 
@@ -323,6 +324,7 @@ def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)
     if len({parameter.device for parameter in model.parameters()}) < 2:  # else the task has spread it out
+        require_values(model)
         model = model.to(device)
     defaults = task.defaults(None if config.optimizer == "auto" else config.optimizer)
     own = task.build_optimizer(model)

@@ -69,7 +69,7 @@ class StepObserver:
                 indices=[micro_batch.indices for micro_batch, _ in share],
             )
 
-    def report_commit(self, state: TrainState, loss: float, first: MicroBatch) -> None:
+    def report_commit(self, state: TrainState, loss: float | None, first: MicroBatch) -> None:
         """The newest step is committed, and this its mean loss; `first` is one of its micro-batches."""
         self._reporter.step(state, loss, epoch=first.epoch, samples=first.step_samples)
 

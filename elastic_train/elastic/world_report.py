@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from elastic_train.branches import Branch
@@ -45,9 +46,11 @@ class WorldReport:
         self._deaths = Deaths() if worker.config.quarantine == "on" else None
         """where those of hosts count"""
         self.interrupted: Mapping[str, Any] = {}
-        """what has, since the last world that stood, as JSON can say it: names of members that are `lost` or have
-        `left`, `dead_hosts`, `cause`, `seconds`; who gets a state from another member gets that too: the state does not
-        say it yet"""
+        """what has, since the last world that stood, as JSON can say it: names of members that are `lost`, have `left`
+        or `joined`, `dead_hosts`, `cause`, `seconds`; who gets a state from another member gets that too: the state
+        does not say it yet"""
+        self._first_begun: int | None = None
+        """generation of the first world that has begun since the last one that stood"""
 
     def lost(self, failure: str, change: Change) -> None:
         """The world before was broken by `failure`, and the others agree on whom it has lost."""
@@ -57,11 +60,13 @@ class WorldReport:
     def begins(self, world: World, change: Change, interruption: Interruption) -> None:
         """The members of `world` are about to come to one state: note what they tell each other of the way to it. Once
         for each world, and before it `stands`; it may break before that."""
+        if self._first_begun is None:
+            self._first_begun = world.generation
         hosts: list[str] = []
         if self._deaths is not None:
             hosts = self._deaths.note(change.lost, [one for one in world.members if one not in change.joined])
-        lost, left = ([member.name for member in some] for some in (change.lost, change.left))
-        found = {"lost": lost, "left": left, "dead_hosts": hosts}
+        of_change = {"lost": change.lost, "left": change.left, "joined": change.joined}
+        found = {"dead_hosts": hosts, **{how: [member.name for member in some] for how, some in of_change.items()}}
         took = interruption.detect_seconds, interruption.abort_seconds, change.seconds_meet
         self.interrupted = {
             **{name: [*self.interrupted.get(name, ()), *some] for name, some in found.items()},
@@ -98,10 +103,10 @@ class WorldReport:
         lost = [member.name for member in change.lost]
         left = [member.name for member in change.left]
         joined = [member.name for member in change.joined]
-        cause = "peer_lost" if lost else "leave" if left else interruption.cause
+        self._note_incident(world, interruption, restored, seconds)
         reporter.events.write(
             "world",
-            cause=cause,
+            cause="peer_lost" if lost else "leave" if left else interruption.cause,
             members=[member.name for member in world.members],
             lost_members=lost,
             left_members=left,
@@ -109,15 +114,10 @@ class WorldReport:
             seconds=seconds,
             backend=backend,
             branch=None if branch is None else branch.id,
-            # A newcomer may get the clock of the run later than its place.
-            **({"bill": reporter.bill(state)} if world.rank == 0 else {}),
+            incidents=self._new_incidents(),
+            # A newcomer may get the state of the run later than its place.
+            **({"bill": reporter.bill(state), "best": state.ratings.best_as_json()} if world.rank == 0 else {}),
         )
-        has_joined = interruption.cause == "start" and restored is not None and restored.source == "peer"
-        interrupted, self.interrupted = self.interrupted, {}
-        self._incident = None
-        if interruption.cause != "start" or has_joined:
-            self._incident = _incident_of(interrupted, seconds, state)
-            state.incidents.append(self._incident)
         if self._deaths is not None:
             self._tell_quarantines(world)
         if restored is not None:
@@ -129,6 +129,23 @@ class WorldReport:
             f"in world generation={world.generation} as rank {world.rank} of {world.world_size}; "
             f"rank 0 on {world.members[0].host} reports"
         )
+
+    def _note_incident(
+        self, world: World, interruption: Interruption, restored: Restored | None, seconds: dict[str, float]
+    ) -> None:
+        state = self._worker.state
+        has_joined = interruption.cause == "start" and restored is not None and restored.source == "peer"
+        interrupted, self.interrupted = self.interrupted, {}
+        self._incident = None
+        if interruption.cause != "start" or has_joined:
+            self._incident = _incident_of(interrupted, seconds, state, world)
+            state.incidents.append(self._incident)
+
+    def _new_incidents(self) -> list[dict[str, Any]]:
+        """Those since the last world that stood: a restart may have restored the state for one that broke."""
+        first, self._first_begun = self._first_begun, None
+        known = self._worker.state.incidents
+        return [one for one in known if first is not None and one.get("generation", -1) >= first]
 
     def _tell_quarantines(self, world: World) -> None:
         self._worker.reporter.tell_quarantines(lasting(self._worker.state, world, time.time()))
@@ -153,21 +170,42 @@ class WorldReport:
             self._tell_quarantines(world)
 
 
-def _incident_of(interrupted: Mapping[str, Any], seconds: dict[str, float], state: TrainState) -> dict[str, Any]:
-    lost, left, hosts = (interrupted[name] for name in ("lost", "left", "dead_hosts"))
+def _incident_of(
+    interrupted: Mapping[str, Any], seconds: dict[str, float], state: TrainState, world: World
+) -> dict[str, Any]:
+    lost, left, joined, hosts = (interrupted[name] for name in ("lost", "left", "joined", "dead_hosts"))
     cause = "peer_lost" if lost else "leave" if left else interrupted["cause"]
     deaths = {"dead_hosts": hosts, "run_seconds": run_seconds(state)} if hosts else {}
-    return new_incident(cause, seconds | interrupted["seconds"], lost_members=lost or left) | deaths
+    inside = {member.name for member in world.members}  # who joined a world that broke may be lost again
+    who = {"lost": lost, "left": left, "joined": [name for name in joined if name in inside]}
+    return new_incident(cause, seconds | interrupted["seconds"], world, state.step, who) | deaths
 
 
 def new_incident(
-    cause: str, seconds: dict[str, float], *, lost_members: Sequence[str] = (), steps_lost: int = 0
+    cause: str,
+    seconds: dict[str, float],
+    world: World,
+    step: int,
+    who: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    *,
+    steps_lost: int = 0,
 ) -> dict[str, Any]:
-    """An entry of `incidents` in result.json."""
+    """An entry of `incidents` in result.json.
+
+    Args:
+        world: that in which training went on, after so many committed steps (`step`).
+        who: names of members that were `lost`, have `left` or `joined`.
+    """
+    lost, left, joined = (list(who.get(how, ())) for how in ("lost", "left", "joined"))
     return {
         "cause": cause,
         "time": time.time(),
-        "lost_members": list(lost_members),
+        "generation": world.generation,
+        "step": step,
+        "world_size": world.world_size,
+        "lost_members": lost or left,
+        "left_members": left,
+        "joined_members": joined,
         "committed_steps_lost": steps_lost,
         "seconds": seconds,
     }

@@ -125,7 +125,7 @@ class Metrics:
                 "unless one that waits has it, free the port, or give another one"
             )
 
-    def step(self, state: TrainState, loss: float, samples: int) -> None:
+    def step(self, state: TrainState, loss: float | None, samples: int) -> None:
         """A step of so many samples was committed."""
         self._rate.add(samples)
         if time.monotonic() - self._updated_at >= UPDATE_SECONDS or state.is_finished:

@@ -16,6 +16,7 @@ from elastic_train.observe.metrics import Metrics
 from elastic_train.observe.rate import Rate
 from elastic_train.runlog.events import EventLog, Ledger, file_name
 from elastic_train.runlog.reader import newest_first
+from elastic_train.training.ratings import Ratings
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count
 from elastic_train.world import World
@@ -148,8 +149,9 @@ class Reporter:
         if self._wants_debug:
             self.log(message)
 
-    def step(self, state: TrainState, loss: float, *, epoch: int, samples: int) -> None:
-        """A step was committed: `samples` is its size, `epoch` the one that it belongs to."""
+    def step(self, state: TrainState, loss: float | None, *, epoch: int, samples: int) -> None:
+        """A step was committed: `samples` is its size, `epoch` the one that it belongs to; `loss` is None where
+        none was ever given."""
         self.events.step = state.step
         if self.metrics is not None:
             self.metrics.step(state, loss, samples)
@@ -166,7 +168,7 @@ class Reporter:
         if self._bar is None and (now - self._last_log_line >= LOG_LINE_SECONDS or state.is_finished):
             self._last_log_line = now
             self.log(
-                f"step={state.step}/{state.last_step} epoch={epoch + 1}/{state.num_epochs} loss={loss:.4f} "
+                f"step={state.step}/{state.last_step} epoch={epoch + 1}/{state.num_epochs} loss={_shown(loss)} "
                 f"samples/s={self._rate.per_second:.0f} world_size={self._world.world_size}"
             )
         if now - self._last_scalars >= SCALARS_SECONDS or state.is_finished:
@@ -174,7 +176,7 @@ class Reporter:
             self._add_scalars(
                 state.step,
                 {
-                    "train/loss": loss,
+                    **({} if loss is None else {"train/loss": loss}),
                     "train/learning_rate": float(state.optimizer.param_groups[0]["lr"]),
                     "run/world_size": self._world.world_size,
                     "run/samples_per_second": self._rate.per_second,
@@ -236,6 +238,11 @@ class Reporter:
         if self._world is not None and self._world.rank == 0:
             self._add_scalars(state.step, {f"test/{name}": value for name, value in metrics.items()})
 
+    def best(self, ratings: Ratings) -> None:
+        """The model is better than ever."""
+        if self.is_spokesman:
+            self.events.write("best", best=ratings.best_as_json())
+
     def rating(self, step: int, metric: float) -> None:
         """How good a training function says that its model is."""
         if self._world is not None and self._world.rank == 0:
@@ -294,14 +301,16 @@ class ProgressBar:
         self._task = self._progress.add_task("epoch 1", total=length, facts="")
         self._progress.start()
 
-    def update(self, state: TrainState, loss: float, rate: float, world: World, snapshot_step: int | None) -> None:
+    def update(
+        self, state: TrainState, loss: float | None, rate: float, world: World, snapshot_step: int | None
+    ) -> None:
         epoch = min(state.epoch + 1, self._num_epochs)
         snapshot = "none yet" if snapshot_step is None else f"step {snapshot_step}"
         self._progress.update(
             self._task,
             completed=self._length if state.is_finished else state.samples_done,
             description=f"epoch {epoch}/{self._num_epochs}",
-            facts=f"step {state.step}  loss {loss:.4f}  {rate:,.0f} samples/s  "
+            facts=f"step {state.step}  loss {_shown(loss)}  {rate:,.0f} samples/s  "
             f"{count(world.world_size, 'worker')}  snapshot {snapshot}",
         )
         self._progress.refresh()
@@ -311,6 +320,10 @@ class ProgressBar:
 
     def close(self) -> None:
         self._progress.stop()
+
+
+def _shown(loss: float | None) -> str:
+    return "unknown" if loss is None else f"{loss:.4f}"
 
 
 class Scalars:

@@ -95,8 +95,11 @@ class Status:
     """committed steps when it was measured"""
     test_metrics: Mapping[str, float] = field(default_factory=dict)
     """of the newest evaluation, by name"""
+    best: Line | None = None
+    """`step` and `metric` of the best model so far, of result.json or the newest event that says it"""
     snapshot: NewestSnapshot | None = None
-    incidents: tuple[str, ...] = ()
+    incidents: tuple[Line, ...] = ()
+    """oldest first, as result.json has them"""
     warnings: tuple[str, ...] = ()
     """oldest first; of those that differ in numbers only, as in the step of a snapshot, the newest, with a count"""
     is_drill: bool = False
@@ -183,8 +186,9 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         test_accuracy=test_metrics.get("accuracy"),
         accuracy_step=accuracy_step,
         test_metrics=test_metrics,
+        best=_best(world, current_result),
         snapshot=_newest_remote_snapshot(workers) if snapshot is None else _told(snapshot),
-        incidents=incidents_of(workers, current_result, now),
+        incidents=incidents_of(workers, current_result),
         warnings=tuple(dict.fromkeys([*warnings_of(workers), *problems])),
         is_drill=is_drill,
         capacity=capacity_of(workers, world, quarantined, is_there=is_there, is_over=state in OVER),
@@ -360,6 +364,13 @@ def _rate(step_lines: list[Line], length: int | None, batch: int | None) -> floa
         return float(after - before) / seconds
     last, first = int_of(newest, "step"), int_of(oldest, "step")
     return None if last is None or first is None or not batch else (last - first) * batch / seconds
+
+
+def _best(world: list[Line], result: Line | None) -> Line | None:
+    told = [line for line in world if "best" in line]
+    newest = max(told, key=time_of, default={})
+    found = dict_of(newest if result is None or "best" not in result else result, "best")
+    return found if int_of(found, "step") is not None and float_of(found, "metric") is not None else None
 
 
 def _newest_evaluation(world: list[Line], result: Line | None) -> tuple[int | None, dict[str, float]]:

@@ -6,39 +6,44 @@ import re
 from collections import Counter
 
 from elastic_train.observe.status_files import WorkerLines
-from elastic_train.runlog.reader import Line, int_of, time_of
+from elastic_train.runlog.reader import Line, float_of, int_of, time_of
 from elastic_train.wording import count, duration
 
 
-def incidents_of(workers: list[WorkerLines], result: Line | None, now: float) -> tuple[str, ...]:
-    """What interrupted the run: the list of result.json, where it is of this end; else the worlds after the first."""
+def incidents_of(workers: list[WorkerLines], result: Line | None) -> tuple[Line, ...]:
+    """What interrupted the run, each as `incidents` in result.json has it, oldest first: from there, where it is of
+    this end, else from the worlds that went on. Of an older version there may be less in them, and in events none."""
     if result is not None and isinstance(result.get("incidents"), list):
-        return tuple(
-            f"{entry.get('cause')}, {duration(now - time_of(entry))} ago, "
-            f"{entry.get('committed_steps_lost', 0)} committed steps lost"
-            for entry in result["incidents"]
-            if isinstance(entry, dict)
-        )
-    lines = sorted((line for worker in workers for line in worker.lines), key=time_of)
-    worlds: dict[int, Line] = {}
-    got_state = {
-        int_of(line, "generation") for line in lines if line["event"] == "restore" and line.get("source") == "peer"
-    }
-    for line in lines:
-        # Not the first; and of a newcomer, for which each is a start, only where there is no other's.
-        if line["event"] == "world" and int_of(line, "generation"):
-            before = worlds.setdefault(line["generation"], line)
-            worlds[line["generation"]] = line if before.get("cause") == "start" else before
+        return tuple(filter(_is_incident, result["incidents"]))
+    worlds = [line for worker in workers for line in worker.lines if line["event"] == "world"]
+    found: dict[tuple[int | None, str], Line] = {}
+    for line in sorted(worlds, key=lambda line: int_of(line, "rank") or 0):  # rank 0's is that of the result
+        for one in line["incidents"] if isinstance(line.get("incidents"), list) else ():
+            if _is_incident(one):
+                found.setdefault((int_of(one, "generation"), one["cause"]), one)
+    return tuple(sorted(found.values(), key=lambda one: (int_of(one, "generation") or 0, time_of(one))))
 
-    def cause(line: Line) -> str:
-        start = "join" if line["generation"] in got_state else "restart"
-        return start if line.get("cause") == "start" else str(line.get("cause"))
 
-    return tuple(
-        f"{cause(line)}, {duration(now - time_of(line))} ago, "
-        f"generation {line['generation']} with {count(int_of(line, 'world_size'), 'worker')} at step {line.get('step')}"
-        for line in worlds.values()
-    )
+def _is_incident(one: object) -> bool:
+    return isinstance(one, dict) and isinstance(one.get("cause"), str) and float_of(one, "time") is not None
+
+
+def describe_incident(one: Line, now: float) -> str:
+    """`peer_lost, 8.7 s ago: lost a/0/12; generation 2 with 2 workers at step 143`, as far as it is known."""
+    lost, left, joined = (_names(one, f"{how}_members") for how in ("lost", "left", "joined"))
+    if one["cause"] == "leave":  # of an older version, those who left are here
+        lost, left = "", left or lost
+    step, lost_steps, size = (int_of(one, name) for name in ("step", "committed_steps_lost", "world_size"))
+    who = [f"lost {lost}" if lost else "", f"{left} left" if left else "", f"{joined} joined" if joined else ""]
+    where = "" if size is None else f"generation {one.get('generation')} with {count(size, 'worker')} at step {step}"
+    steps = f"{count(lost_steps, 'committed step')} lost" if lost_steps else ""
+    told = "; ".join(filter(None, [*who, where, steps]))
+    return f"{one['cause']}, {duration(now - time_of(one))} ago{': ' if told else ''}{told}"
+
+
+def _names(one: Line, name: str) -> str:
+    found = one.get(name)
+    return ", ".join(map(str, found)) if isinstance(found, list) else ""
 
 
 _NUMBER = re.compile(r"\b\d+")

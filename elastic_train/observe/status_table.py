@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 from elastic_train.observe.bill import describe_bill
 from elastic_train.observe.capacity import describe_capacity
 from elastic_train.observe.status import SILENT_AFTER_SECONDS, NewestSnapshot, RunState, Status
+from elastic_train.observe.status_past import describe_incident
 from elastic_train.protocol.quarantine import describe_deaths
 from elastic_train.runlog.strict_json import file_of
 from elastic_train.wording import duration, human_bytes, main_metrics
@@ -50,11 +51,15 @@ def describe(status: Status, now: float) -> list[tuple[str, str]]:
     at = f" at step {status.accuracy_step}" if status.accuracy_step != status.step else ""
     for name, value in main_metrics(status.test_metrics).items():
         row(f"test {name}", f"{value}{at}")
+    if (best := status.best) is not None:
+        row("best", f"{best['metric']:g} at step {best['step']}")
     row("snapshot", _describe_snapshot(status.snapshot, now))
     row("training", None if status.goodput_ratio is None else f"{status.goodput_ratio:.0%} of the wall time")
     at = f" at step {status.bill_step}" if status.bill_step != status.step else ""
     row("bill", (told := describe_bill(status.bill)) and f"{told}{at}")
-    row("incidents", _some(status.incidents))
+    row("incidents", str(len(status.incidents)) if status.incidents else None)
+    for incident in reversed(status.incidents[-SHOWN_MESSAGES:]):
+        row("incident", describe_incident(incident, now))
     row("warnings", _some(status.warnings))
     row("result", None if status.result_path is None else str(status.result_path))
     for note in status.notes:

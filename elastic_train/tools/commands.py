@@ -179,21 +179,27 @@ def verify_snapshots(arguments: argparse.Namespace) -> int:
 
 
 def hash_snapshot(arguments: argparse.Namespace) -> int:
+    from elastic_train.storage.dcp import is_dcp
+    from elastic_train.storage.weights import read_weights
     from elastic_train.training.state import state_sha256
 
-    _, state = _read_state(arguments)
-    print(state_sha256(state["model"]))
+    path = Path(arguments.path)
+    is_exported = path.is_file() or is_dcp(path)
+    weights = read_weights(path, warn=_warn) if is_exported else _read_state(arguments)[1]["model"]
+    print(state_sha256(weights))
     return 0
 
 
 def export_snapshot(arguments: argparse.Namespace) -> int:
     from elastic_train.storage.weights import export_weights
 
+    output = arguments.output or Path(f"weights.{arguments.format}")
+    if arguments.output is None and output.exists():
+        raise UsageError(f"{output} is there already: say where to by --output, which replaces a file")
     info, state = _read_state(arguments, is_best=arguments.best)
     weights = state.get("extras", {}).get("ema") if arguments.averaged else state["model"]
     if weights is None:
         raise SnapshotError(f"{arguments.path} holds no averaged weights; --ema-decay keeps them")
-    output = arguments.output or Path(f"weights.{arguments.format}")
     export_weights(weights, output, arguments.format)
     rated = "" if info.metric is None else f", metric {info.metric:.6g}"
     print(f"{len(weights)} tensors of step {info.step}{rated}: {output.absolute()}")

@@ -20,12 +20,19 @@ class Ratings:
         self.best: Rated | None = None
         """the earliest of equals"""
 
-    def note(self, step: int, metric: float) -> None:
-        """The model of this step is so good. What is no finite number says nothing."""
-        if math.isfinite(metric):
-            self.newest = (step, metric)
-            if self.best is None or metric > self.best[1]:
-                self.best = self.newest
+    def note(self, step: int, metric: float) -> bool:
+        """The model of this step is so good: whether it is the best so far. What is no finite number says nothing."""
+        if not math.isfinite(metric):
+            return False
+        self.newest = (step, metric)
+        is_best = self.best is None or metric > self.best[1]
+        if is_best:
+            self.best = self.newest
+        return is_best
+
+    def best_as_json(self) -> dict[str, Any] | None:
+        """As result.json and events have it."""
+        return None if self.best is None else dict(zip(("step", "metric"), self.best, strict=True))
 
     def at(self, step: int) -> float | None:
         """Of the model of this very step, where it is known."""

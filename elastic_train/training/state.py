@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from elastic_train.branches import Branches, branches_of
+from elastic_train.errors import UsageError
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.kept import Arguments, KeptStep, load_part
@@ -165,8 +167,9 @@ class TrainState:
         self._is_updating &= not self.kept.put_back()
         return True
 
-    def commit(self, loss: float) -> bool:
-        """The one place where a step becomes done, with its mean loss over all samples. True at the end of an epoch."""
+    def commit(self, loss: float | None) -> bool:
+        """The one place where a step becomes done, with its mean loss over all samples; None where that is not known.
+        True at the end of an epoch."""
         self.lock.hold()
         self.is_step_open = False
         self.samples_done += self.next_step_samples()
@@ -303,6 +306,17 @@ def build_optimizer(
     if name == "adamw":
         return torch.optim.AdamW(parameter_groups, lr=lr, weight_decay=weight_decay)
     return torch.optim.SGD(parameter_groups, lr=lr, momentum=momentum, weight_decay=weight_decay)
+
+
+def require_values(model: nn.Module) -> None:
+    """Raises: UsageError where a parameter or buffer has a shape alone."""
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise UsageError(
+                f"{name} of the model is on the meta device, where it has no values: build the model outside of "
+                'torch.device("meta"), or call model.to_empty(device="cpu") and load or initialise its weights, before '
+                "its optimizer is made"
+            )
 
 
 @contextmanager

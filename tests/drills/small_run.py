@@ -59,11 +59,14 @@ def write_small_run(run_dir: Path) -> None:
         train(step, 0)
     train(4, 0, is_committed=False)
     seconds = {"detect": 0.3, "abort": 0.0, "meet": 0.1, "init": 0.05, "sync": 0.05}
+    incident = {"cause": "peer_lost", "time": START + 1.8, "generation": 1, "step": 3, "world_size": 2}
+    incident |= {"lost_members": [MEMBERS[2]], "left_members": [], "joined_members": [], "committed_steps_lost": 0}
+    incident |= {"seconds": seconds}
     for member in MEMBERS[:2]:
         write(member, "peer_lost", 1.75, 0, 3, error="Connection closed by peer", lost_members=[MEMBERS[2]])
         write(
             member, "world", 1.8, 1, 3, cause="peer_lost", members=MEMBERS[:2], lost_members=[MEMBERS[2]],
-            left_members=[], seconds=seconds,
+            left_members=[], seconds=seconds, incidents=[incident],
         )  # fmt: skip
     for step in range(4, LAST_STEP + 1):
         train(step, 1)
@@ -80,7 +83,6 @@ def write_small_run(run_dir: Path) -> None:
         writer.save({"model": model}, step=step, **position)
     phases = {"startup": 1.0, "form": 0.5, "train": 1.0, "lost": 0.1, "evaluate": 0.0, "snapshot": 0.0, "down": 0.0}
     wall = sum(phases.values())
-    incident = {"cause": "peer_lost", "time": START + 1.8, "lost_members": [MEMBERS[2]], "committed_steps_lost": 0}
     result = {
         "state_sha256": state_sha256(model),
         "step": LAST_STEP,
@@ -89,7 +91,7 @@ def write_small_run(run_dir: Path) -> None:
         "generations": 2,
         "goodput": {**phases, "wall": wall, "ratio": phases["train"] / wall},
         "bill": bill(paid=7.5, kept=2.9, samples=LAST_STEP * 4, price=0.24),
-        "incidents": [{**incident, "seconds": seconds}],
+        "incidents": [incident],
         "config": config,
     }
     (run_dir / "result.json").write_text(json.dumps(result))

@@ -284,9 +284,15 @@ def test_a_node_joins_and_no_step_is_lost(cluster: Cluster) -> None:
     nodes = start_world(cluster, 2, steps=2000, nnodes="2:3")
     nodes += cluster.start(*ENDLESS, "--max-steps", "2000")
     wait_until(lambda: any(e["world_size"] == 3 for e in events(cluster.run_dir, "world")), "world of 3", 40)
+    [newcomer] = nodes[2].workers()
     cluster.finish(nodes)
     end = check_run(cluster, 2000)
     assert [incident["cause"] for incident in end["incidents"]] == ["join"]
+    told = [e["incidents"] for e in events(cluster.run_dir, "world") if e["generation"] == 1]
+    names = [[(one["cause"], one["step"], one["joined_members"]) for one in some] for some in told]
+    assert len(names) == 3
+    assert all(found == names[0] for found in names), "also to the newcomer, which may write the result"
+    assert names[0][0][2][0].endswith(f"/{newcomer.pid}")
     restored = [e for e in events(cluster.run_dir, "restore") if e["generation"] == 1]
     assert [e["source"] for e in restored] == ["peer"], "the newcomer's; the others have the state"
 

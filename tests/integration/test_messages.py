@@ -266,17 +266,19 @@ def test_help_is_whole_and_imports_nothing_heavy(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_members_that_do_not_agree(cluster: Cluster) -> None:
+@pytest.mark.parametrize(("flag", "values"), [("--seed", ("3", "4")), ("--lr", ("0.3", "0.4"))])
+def test_members_that_do_not_agree(cluster: Cluster, flag: str, values: tuple[str, str]) -> None:
     """The one that differs is refused, with both values; the other goes on to the end."""
     flags, options = ("--max-steps", "10"), {"nnodes": "1:2", "conf": cluster.last_call(30)}
-    first = cluster.start("--seed", "3", *flags, **options)
+    first = cluster.start(flag, values[0], *flags, **options)
     wait_until(lambda: is_listening(cluster.port), "the first node")
-    nodes = [*first, *cluster.start("--seed", "4", *flags, **options)]
+    nodes = [*first, *cluster.start(flag, values[1], *flags, **options)]
     codes = [node.wait(150) for node in nodes]
     assert sorted(codes) == [0, 1], [node.text()[-2000:] for node in nodes]
     refused, trained = nodes[codes.index(1)], nodes[codes.index(0)]
     [line] = error_lines(refused)
-    assert re.search(r"--seed\b.*\b4\b.*\b3\b|--seed\b.*\b3\b.*\b4\b", line), line
+    assert any(re.search(rf"{flag}\b.*\b{one}\b.*\b{other}\b", line) for one, other in (values, values[::-1])), line
+    assert not any("train with the settings of the run" in node.text() for node in nodes), "it does not train"
     assert "Traceback" not in refused.text().split("elastic_train: error")[0]
     assert "elastic_train: error" not in trained.text()
     assert result(cluster.run_dir)["step"] == 10

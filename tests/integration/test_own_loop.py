@@ -682,6 +682,8 @@ def test_mistakes_end_in_one_line(
     (node,) = start_script(cluster, 1, before_commit, *flags)
     cluster.finish([node], code=code)
     assert message in error_line(node)
+    if before_commit == "continue":
+        assert [event["loss"] for event in events(cluster.path / "run-1", "step")] == [None], "none was ever given"
 
 
 @pytest.mark.slow
@@ -756,6 +758,7 @@ def test_the_best_may_be_rated_at_the_top_of_the_loop(cluster: Cluster) -> None:
         flags = ("--snapshot-every", every, "--keep-best", "1", "--keep-snapshots", "1", "--run-dir", str(run_dir))
         cluster.finish(start_workers(cluster, 1, text, *flags))
         assert [int(name.split("-")[1]) for name in snapshot_names(run_dir)] == [14, 35]
+        assert result(run_dir)["best"] == {"step": 14, "metric": 1.0}
 
 
 @pytest.mark.slow

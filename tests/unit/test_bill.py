@@ -139,7 +139,9 @@ def test_status_tells_the_newest_bill(tmp_path: Path) -> None:
 def test_only_who_has_the_clock_of_the_run_tells_its_bill(rank: int) -> None:
     """A newcomer may get the state within the first step; rank 0 is never one of a world that others were in."""
     told: dict[str, dict[str, Any]] = {}
-    state, told_bill = make_state(), bill(paid=10.0, kept=5.0, samples=640, price=None)
+    state = make_state()
+    state.ratings.note(0, 0.5)
+    told_bill = bill(paid=10.0, kept=5.0, samples=640, price=None)
     events = SimpleNamespace(write=lambda event, **fields: told.update({event: fields}), step=0)
     reporter = SimpleNamespace(
         events=events, enter=lambda _world, _state: None, bill=lambda _state: told_bill, report=lambda _text: None,
@@ -155,3 +157,4 @@ def test_only_who_has_the_clock_of_the_run_tells_its_bill(rank: int) -> None:
     report.begins(world, Change(), why)
     report.stands(world, None, Change(), why, restored, 0.0, 0.0)
     assert told["world"].get("bill") == (None if rank else told_bill)
+    assert told["world"].get("best") == (None if rank else {"step": 0, "metric": 0.5}), "the state may come later, too"

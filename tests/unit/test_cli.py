@@ -77,6 +77,38 @@ class TestSnapshotHash:
         assert len(err.splitlines()) == 1
         assert "is damaged" in err
 
+    @pytest.mark.parametrize("file_format", ["pt", "safetensors", "dcp"])
+    def test_of_exported_weights(self, run_dir: Path, file_format: str, capsys: pytest.CaptureFixture[str]) -> None:
+        output = run_dir.parent / f"weights.{file_format}"
+        assert cli.main(["snapshot", "export", str(run_dir), "--format", file_format, "--output", str(output)]) == 0
+        capsys.readouterr()
+        assert cli.main(["snapshot", "hash", str(output)]) == 0
+        assert capsys.readouterr() == (sha256(30) + "\n", "")
+
+    def test_of_a_file_without_weights(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        torch.save({"epoch": 3}, tmp_path / "other.pt")
+        assert cli.main(["snapshot", "hash", str(tmp_path / "other.pt")]) == 1
+        assert capsys.readouterr() == ("", f"elastic-train: error: {tmp_path / 'other.pt'} holds no weights\n")
+
+    def test_by_torch_alone_as_the_readme_has_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        weights = {
+            "b.weight": torch.randn(3, 4).T,  # not contiguous
+            "a": torch.tensor(7),
+            "half": torch.randn(5).bfloat16(),
+            "empty": torch.empty(0, 2),
+            "mask": torch.tensor([True, False]),
+            "parameter": torch.nn.Parameter(torch.randn(2)),
+        }
+        torch.save(weights, tmp_path / "weights.pt")
+        monkeypatch.chdir(tmp_path)
+        readme = (Path(cli.__file__).parent / "storage" / "README.md").read_text()
+        [snippet] = [part.split("```")[0] for part in readme.split("```python\n")[1:]]
+        assert "elastic_train" not in snippet
+        exec(snippet, {})
+        assert capsys.readouterr().out == state_sha256(weights) + "\n"
+
 
 class TestSnapshotExport:
     """Of a snapshot that holds a model and nothing else, as a `SnapshotStore` of somebody's own may."""
@@ -90,6 +122,25 @@ class TestSnapshotExport:
         assert capsys.readouterr() == (f"2 tensors of step 30: {output}\n", "")
         loaded = torch.load(output) if file_format == "pt" else load_safetensors(output.read_bytes())
         assert state_sha256(loaded) == sha256(30)
+
+    @pytest.mark.parametrize("file_format", ["pt", "safetensors", "dcp"])
+    def test_nothing_is_overwritten_that_was_not_named(
+        self, run_dir: Path, file_format: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(run_dir)
+        name, command = f"weights.{file_format}", ["snapshot", "export", str(run_dir), "--format", file_format]
+        assert cli.main([*command, "--best"]) == 0
+        capsys.readouterr()
+        assert cli.main(command) == 2
+        told = f"{name} is there already: say where to by --output, which replaces a file"
+        assert capsys.readouterr() == ("", f"elastic-train: error: {told}\n")
+        assert cli.main(["snapshot", "hash", name]) == 0
+        assert capsys.readouterr().out == sha256(10) + "\n", "as it was"
+        is_replaced = file_format != "dcp"  # which is a folder
+        assert cli.main([*command, "--output", name]) == (0 if is_replaced else 1)
+        capsys.readouterr()
+        assert cli.main(["snapshot", "hash", name]) == 0
+        assert capsys.readouterr().out == sha256(30 if is_replaced else 10) + "\n"
 
     def test_no_averaged_weights_no_file(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
         output = run_dir / "weights.pt"

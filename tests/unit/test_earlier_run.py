@@ -25,8 +25,12 @@ from elastic_train.storage.run_record import RUN_FILE, RunRecord
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.store_arms import MemoryArm, Stored
 from elastic_train.storage.store_urls import parse_url
+from elastic_train.world import World
+from tests.unit.test_admission import member
 from tests.unit.test_state import make_state
 from tests.unit.test_stopped_late import SINGLE
+
+PAIR = World(0, 4, (member(0), member(1)))
 
 
 @pytest.fixture
@@ -171,9 +175,9 @@ def test_a_stop_of_all_makes_the_next_start_a_planned_one() -> None:
     before.stopped_at = 3
     after = make_state()
     after.load_state_dict(before.state_dict())
-    note_restart(after, Restored("snapshot", 3, 0), 3)
+    note_restart(after, Restored("snapshot", 3, 0), 3, PAIR)
     after.commit(1.0)
-    note_restart(after, Restored("snapshot", 4, 0), 4)
+    note_restart(after, Restored("snapshot", 4, 0), 4, PAIR)
     assert [incident.get("planned") for incident in after.incidents] == [True, None]
 
 
@@ -182,6 +186,9 @@ def test_a_start_after_a_stop_that_was_killed_before_its_first_snapshot_was_not_
     for _ in range(3):
         state.commit(1.0)
     state.stopped_at = 3
-    note_restart(state, Restored("snapshot", 3, 0), 5)
+    note_restart(state, Restored("snapshot", 3, 0), 5, PAIR)
     [incident] = state.incidents
     assert (incident["committed_steps_lost"], incident.get("planned")) == (2, None)
+    assert {name: incident[name] for name in ("generation", "step", "world_size", "joined_members")} == {
+        "generation": 4, "step": 3, "world_size": 2, "joined_members": [],
+    }  # fmt: skip

@@ -24,6 +24,8 @@ from elastic_train.runlog.reader import Cursor, read_all, read_with_torn
 from elastic_train.tools.drills.nodes import wait_until
 from elastic_train.world import Member, World
 from tests.integration.cluster import check_lines
+from tests.unit.test_admission import member
+from tests.unit.test_state import make_state
 
 MEMBERS = tuple(
     Member(
@@ -90,6 +92,27 @@ def test_a_line_that_comes_long_after_its_commit_says_by_how_much(
     lines = [strictly(line) for line in only_file(tmp_path / "events").read_text().splitlines()]
     late = [(line["step"], line.get("late_seconds")) for line in lines if line["event"] == "step"]
     assert late == [(6, pytest.approx(11.1)), (7, pytest.approx(11.05)), (7, None)]
+
+
+@pytest.mark.parametrize(("loss", "told"), [(None, "loss=unknown"), (0.5, "loss=0.5000")])
+def test_a_step_without_a_loss_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: float | None, told: str
+) -> None:
+    """An error of the user's code came between the optimizer's step and the first commit."""
+    made = Reporter(
+        events=event_log(tmp_path / "events"), ledger=None, tensorboard_dir=tmp_path, wants_bar=False, debug=False
+    )
+    drawn: list[dict[str, float]] = []
+    made._add_scalars = lambda _step, values: drawn.append(values)  # type: ignore[method-assign]
+    state = make_state(max_steps=1)
+    made.enter(World(0, 0, (member(0),)), state)
+    state.commit(loss)
+    made.step(state, loss, epoch=0, samples=8)
+    made.close()
+    [line] = [strictly(line) for line in only_file(tmp_path / "events").read_text().splitlines()]
+    assert (line["event"], line["loss"]) == ("step", loss)
+    assert told in capsys.readouterr().err
+    assert [values.get("train/loss") for values in drawn] == [loss]
 
 
 def test_every_line_says_who_wrote_it_and_where_the_run_stood(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def make_loop(
     reporter = SimpleNamespace(
         ledger=None, step=lambda *_, **__: told.append("step"), evaluation=lambda *_: told.append("evaluation"),
         warn=lambda message: told.append(f"warning: {message}"), note_commit=lambda _step: None,
+        best=lambda _ratings: None,
     )  # fmt: skip
     worker: Any = SimpleNamespace(
         config=Config(**flags),

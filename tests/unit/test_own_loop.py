@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from elastic_train.elastic import own_loop
 from elastic_train.elastic.own_parallel import OwnParallel
-from elastic_train.elastic.run import settings_of
+from elastic_train.elastic.run import differing_settings, find_world, settings_of
 from elastic_train.elastic.session import Training, scalar_of
-from elastic_train.errors import FormationFailed, UsageError
+from elastic_train.errors import FormationFailed, Refused, UsageError
 
 MODEL = nn.Linear(1, 1)
 OPTIMIZER = torch.optim.AdamW(MODEL.parameters())
@@ -93,6 +98,29 @@ def test_the_settings_of_optimizers_by_name() -> None:
     assert not [name for name in found if "params" in name]
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_who_is_refused_is_not_told_that_it_trains_with_the_settings_of_the_others(is_refused: bool) -> None:
+    warned: list[str] = []
+    optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.25)
+    worker: Any = SimpleNamespace(
+        state=SimpleNamespace(optimizer=optimizer, extras={}), reporter=SimpleNamespace(warn=warned.append)
+    )
+    theirs = json.dumps({**settings_of({"SGD": optimizer}), "SGD: lr": "0.5"})
+    membership: Any = SimpleNamespace(agreed_once=lambda _name, _mine: theirs)
+
+    def first_world() -> str:
+        if is_refused:
+            raise Refused("--lr is 0.25 here and 0.5 on the run")
+        return "a world"
+
+    differing = differing_settings(worker, membership)
+    earlier: Any = SimpleNamespace(first_world=first_world)
+    with pytest.raises(Refused) if is_refused else nullcontext():
+        assert find_world(earlier, worker, [None, differing]) == "a world"
+    assert len(warned) == (0 if is_refused else 1)
+    assert all("(SGD: lr 0.25 here, 0.5 there): all train with the settings of the run" in line for line in warned)
+
+
 def test_what_a_broken_off_broadcast_has_left_in_the_weights_is_put_back() -> None:
     """NCCL ends it with garbage and no error, inside of DDP's constructor; a fake of the device stands in."""
     anything: Any = SimpleNamespace
@@ -118,3 +146,44 @@ def test_what_a_broken_off_broadcast_has_left_in_the_weights_is_put_back() -> No
     is_broken = False
     broadcast()
     assert module.weight.tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("samples", [10, 3])
+def test_gradients_that_add_up_as_the_readme_has_it(samples: int) -> None:
+    """Clipped they are those of the whole batch, also where a part has no sample."""
+    readme = (Path(own_loop.__file__).parents[1] / "training" / "README.md").read_text()
+    [snippet] = [part for part in readme.split("```") if part.startswith("python\n") and "no_sync" in part]
+
+    class Wrapped(nn.Linear):
+        is_summing = True
+        syncs: ClassVar[list[bool]] = []
+
+        @contextmanager
+        def no_sync(self) -> Iterator[None]:
+            self.is_summing = False
+            yield
+            self.is_summing = True
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.syncs.append(self.is_summing)
+            return super().forward(inputs)
+
+    torch.manual_seed(1)
+    ddp, inputs, labels = Wrapped(4, 3), torch.randn(samples, 4), torch.arange(samples) % 3
+    whole = copy.deepcopy(ddp)
+    expected = F.cross_entropy(whole(inputs), labels)
+    expected.backward()
+    nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+    Wrapped.syncs.clear()
+    committed: list[torch.Tensor] = []
+    names = {
+        "training": SimpleNamespace(
+            batches=lambda: [(inputs, labels)], device=torch.device("cpu"), commit=committed.append
+        ),
+        "ddp": ddp, "optimizer": torch.optim.SGD(ddp.parameters(), lr=0.0), "torch": torch, "F": F,
+        "nullcontext": nullcontext,
+    }  # fmt: skip
+    exec(snippet.removeprefix("python\n"), names)
+    assert Wrapped.syncs == [False, False, False, True]
+    torch.testing.assert_close(committed, [expected.detach()], rtol=0.02, atol=0.02)
+    torch.testing.assert_close(ddp.weight.grad, whole.weight.grad, rtol=0.02, atol=0.02)

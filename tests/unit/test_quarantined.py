@@ -17,9 +17,11 @@ import torch
 
 from elastic_train.config import parse
 from elastic_train.elastic import resume
+from elastic_train.elastic.earlier_run import note_restart
 from elastic_train.elastic.joins import SETTLE_SECONDS
 from elastic_train.elastic.membership import Change
 from elastic_train.elastic.quarantined import Quarantined, run_seconds
+from elastic_train.elastic.restore import Restored
 from elastic_train.elastic.resume import Holding, Resume, Resumed
 from elastic_train.elastic.world_report import Interruption, WorldReport
 from elastic_train.observe.reporting import Reporter
@@ -63,10 +65,14 @@ def enter(report: WorldReport, world: World, change: Change, why: str) -> None:
     report.stands(world, None, change, Interruption(why), None, 0.0, 0.0)
 
 
+def lines(reporter: Reporter) -> list[dict[str, Any]]:
+    [path] = reporter.events.directory.iterdir()
+    return read_all(path)
+
+
 def last_line(reporter: Reporter) -> dict[str, Any]:
     reporter.events.write("warning")
-    [path] = reporter.events.directory.iterdir()
-    return read_all(path)[-1]
+    return lines(reporter)[-1]
 
 
 def test_deaths_are_written_down_where_they_count(reporter: Reporter) -> None:
@@ -161,8 +167,14 @@ def test_who_enters_in_the_very_reform_of_a_death_knows_of_it(
     dead = {"dead_hosts": ["node1"]} if (what, quarantine) == ("lost", "on") else {}
     seconds = {"detect": 1.0, "abort": 2.0, "meet": 4.0, "init": 8.0, "sync": 16.0}
     lost = [BAD.name] if gone else []
-    expected = {"cause": cause, "lost_members": lost, "committed_steps_lost": 0, "seconds": seconds, **dead}
+    expected = {
+        "cause": cause, "generation": 3, "step": 0, "world_size": 2, "lost_members": lost,
+        "left_members": lost if what == "left" else [], "joined_members": [newcomer.name],
+        "committed_steps_lost": 0, "seconds": seconds, **dead,
+    }  # fmt: skip
     assert told == [expected] * 2
+    written = [line for line in lines(reporter) if line["event"] == "world"]
+    assert [line["incidents"] for line in written] in ([there, here], [here, there]), "the run's end says no more"
     assert all(0 < one["run_seconds"] <= run_seconds(entering.states[1]) for one in here if dead)
 
 
@@ -233,3 +245,28 @@ def test_who_died_before_a_world_that_never_stood_is_in_the_incident_of_the_next
         ([BAD.name, other.name], ["node1", "node2"]),
         ([], None),
     ]
+
+
+def test_the_first_world_that_stands_tells_of_a_restart_for_one_that_broke(reporter: Reporter) -> None:
+    state, other = make_state(), member(2)
+    report = report_of(reporter, state, "on")
+    broken = World(0, 2, (FIRST, other))
+    report.begins(broken, Change(), Interruption("start"))
+    note_restart(state, Restored("snapshot", 0, 0), 5, broken)
+    enter(report, World(0, 3, (FIRST,)), Change(lost=(other,)), "peer_lost")
+    enter(report, World(0, 4, (FIRST, other)), Change(joined=(other,)), "join")
+    told = [line["incidents"] for line in lines(reporter) if line["event"] == "world"]
+    assert [[(one["cause"], one["generation"]) for one in some] for some in told] == [
+        [("restart", 2), ("peer_lost", 3)],
+        [("join", 4)],
+    ]
+    assert [one for some in told for one in some] == state.incidents
+
+
+def test_who_joined_a_world_that_broke_and_was_lost_with_it_has_not_joined(reporter: Reporter) -> None:
+    state, other, third = make_state(), member(2), member(3)
+    report = report_of(reporter, state, "on")
+    report.begins(World(0, 2, (FIRST, other, third)), Change(joined=(other, third)), Interruption("join"))
+    enter(report, World(0, 3, (FIRST, third)), Change(lost=(other,)), "peer_lost")
+    [one] = state.incidents
+    assert (one["lost_members"], one["joined_members"]) == ([other.name], [third.name])

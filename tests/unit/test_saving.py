@@ -399,6 +399,7 @@ def test_what_is_kept_is_drawn_and_what_rates_nothing_is_told_once(
     for metric in (math.nan, 0.5, math.inf):
         each.keep(training.world, metric)
     assert training.state.ratings.best == (0, 0.5)
+    assert [event["best"] for event in training.events("best")] == [{"step": 0, "metric": 0.5}], "of one that is better"
     assert drawn == [(0, {"kept/metric": 0.5})]
     [warning] = training.events("warning")
     assert warning["message"] == "keep() was given nan at step 0: no finite number, so it rates nothing"

@@ -79,6 +79,8 @@ class TestPosition:
     def test_the_loss_of_the_last_step_is_kept(self) -> None:
         state = make_state()
         assert state.last_loss is None
+        state.commit(None)
+        assert (state.last_loss, state.last_commits[-1]["loss"]) == (None, None), "of a step that did not give any"
         state.commit(0.25)
         assert state.last_loss == 0.25
 

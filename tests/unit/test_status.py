@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,16 @@ class Worker:
             file.write(json.dumps({"time": time + self.ahead, "event": event, **self.line, **fields}) + "\n")
         os.utime(self.path, (time, time))
 
-    def enter(self, generation: int, time: float, cause: str = "start", members: tuple[str, ...] = ("a", "b")) -> None:
+    def enter(
+        self,
+        generation: int,
+        time: float,
+        cause: str = "start",
+        members: tuple[str, ...] = ("a", "b"),
+        incidents: Sequence[dict[str, Any]] = (),
+    ) -> None:
         self.line |= {"generation": generation, "world_size": len(members)}
-        self.write("world", time, cause=cause, members=list(members))
+        self.write("world", time, cause=cause, members=list(members), incidents=list(incidents))
 
     def train(self, first: int, last: int, time: float, seconds_per_step: float = 0.01) -> None:
         """Step events so that the last one is written at `time`."""
@@ -87,20 +95,58 @@ def files(tmp_path: Path) -> Files:
     return Files(tmp_path / "run")
 
 
-def test_who_joins_has_restarted_nothing(files: Files) -> None:
-    """To itself its first world is a start; the others say what it was, or the state that it got."""
-    first, newcomer = files.worker(0, started=NOW - 900), files.worker(1, started=NOW - 850, start_number=1)
-    first.enter(0, NOW - 890)
-    newcomer.enter(1, NOW - 800.1)
-    newcomer.write("restore", NOW - 800, source="peer", restored_step=9)
-    first.enter(1, NOW - 800, cause="join")
-    assert [text.split(",")[0] for text in read(files).incidents] == ["join"]
-    first.path.unlink()
-    assert [text.split(",")[0] for text in read(files).incidents] == ["join"], "of its own run directory alone"
-    alone = files.worker(0, started=NOW - 100, start_number=2)
-    alone.enter(2, NOW - 90)
-    alone.write("restore", NOW - 90, source="snapshot", restored_step=9)
-    assert [text.split(",")[0] for text in read(files).incidents] == ["join", "restart"]
+def incident(cause: str, generation: int, time: float, **fields: Any) -> dict[str, Any]:
+    """As result.json and `world` events have it."""
+    nobody: dict[str, list[str]] = {f"{how}_members": [] for how in ("lost", "left", "joined")}
+    found = {"cause": cause, "time": time, "generation": generation, "step": 9, "world_size": 2, **nobody}
+    return {**found, "committed_steps_lost": 0, "seconds": {}, **fields}
+
+
+PEER_LOST = incident("peer_lost", 1, NOW - 8.7, step=143, lost_members=["b/0/7"], joined_members=["c/0/8", "c/1/9"])
+RESTART = incident("restart", 2, NOW - 6, world_size=1, committed_steps_lost=3)
+LEAVE = incident("leave", 3, NOW - 5, lost_members=["a/0/3"], left_members=["a/0/3"])
+BOTH = incident("peer_lost", 4, NOW - 4, lost_members=["d/0/1"], left_members=["e/0/2"], committed_steps_lost=1)
+OLDER = {"cause": "leave", "time": NOW - 2, "lost_members": ["x/0/1"], "committed_steps_lost": 0, "seconds": {}}
+TOLD = {
+    "peer_lost, 8.7 s ago: lost b/0/7; c/0/8, c/1/9 joined; generation 1 with 2 workers at step 143": PEER_LOST,
+    "restart, 6.0 s ago: generation 2 with 1 worker at step 9; 3 committed steps lost": RESTART,
+    "leave, 5.0 s ago: a/0/3 left; generation 3 with 2 workers at step 9": LEAVE,
+    "peer_lost, 4.0 s ago: lost d/0/1; e/0/2 left; generation 4 with 2 workers at step 9; 1 committed step lost": BOTH,
+    "leave, 2.0 s ago: x/0/1 left": OLDER,
+    "join, 1.0 s ago": {"cause": "join", "time": NOW - 1},
+}
+
+
+@pytest.mark.parametrize(("told", "one"), TOLD.items())
+@pytest.mark.parametrize("is_over", [False, True])
+def test_an_incident_is_told_in_the_same_words_while_the_run_lasts_and_after_it(
+    files: Files, told: str, one: dict[str, Any], is_over: bool
+) -> None:
+    worker = files.worker(0, started=NOW - 900)
+    worker.enter(0, NOW - 890)
+    worker.enter(4, NOW - 8, "leave", incidents=[] if is_over else [one])
+    worker.train(1, 2, NOW)
+    if is_over:
+        worker.write("done", NOW, outcome="finished")
+        files.result(step=2, incidents=[one])
+    found = read(files)
+    rows = [row for row in describe(found, NOW) if row[0].startswith("incident")]
+    assert rows == [("incidents", "1"), ("incident", told)]
+    assert json.loads(to_json(found))["incidents"] == [one], "an object, as in result.json"
+
+
+def test_each_incident_is_told_once_the_newest_first(files: Files) -> None:
+    """By all members; what rank 0 says of it will be in the result."""
+    for rank in (1, 0):
+        worker = files.worker(rank, started=NOW - 900)
+        worker.enter(0, NOW - 890)
+        for one in (PEER_LOST, RESTART, LEAVE, BOTH):
+            own = one | {"time": one["time"] + rank}
+            worker.enter(one["generation"], own["time"], one["cause"], incidents=[own])
+    found = read(files)
+    assert found.incidents == (PEER_LOST, RESTART, LEAVE, BOTH)
+    rows = [text for name, text in describe(found, NOW) if name.startswith("incident")]
+    assert [row.partition(",")[0] for row in rows] == ["4", "peer_lost", "leave", "restart"]
 
 
 def test_a_url_is_no_run_directory() -> None:
@@ -219,8 +265,6 @@ def test_a_worker_that_died_does_not_hide_that_the_rest_finished(files: Files) -
     found = read(files, False)
     assert found.state is RunState.FINISHED
     assert found.members == ("a", "b")
-    assert len(found.incidents) == 1
-    assert found.incidents[0].startswith("peer_lost, 11 min 40 s ago, generation 1 with 2 workers")
 
 
 def test_the_largest_generation_counts_though_its_step_is_lower(files: Files) -> None:
@@ -232,8 +276,6 @@ def test_the_largest_generation_counts_though_its_step_is_lower(files: Files) ->
     second.enter(1, NOW - 10)
     found = read(files)
     assert (found.state, found.generation, found.step) == (RunState.RUNNING, 1, 46)
-    assert len(found.incidents) == 1
-    assert found.incidents[0].startswith("restart, 10 s ago")
 
 
 def test_starting(files: Files) -> None:
@@ -256,12 +298,6 @@ def test_a_new_start_of_a_stopped_run(files: Files) -> None:
     assert (found.state, found.step) == (RunState.STOPPED, 5)
     assert found.notes == ("a later start, 3.0 s ago, failed: TaskMismatch: --seed differs",)
     assert found.num_epochs == EPOCHS, "the run's own"
-
-
-@pytest.mark.parametrize(("cause", "told"), [("join", "join"), ("start", "restart")])
-def test_a_world_of_new_processes_is_a_restart(files: Files, cause: str, told: str) -> None:
-    files.worker(0, started=NOW - 20).enter(1, NOW - 10, cause=cause)
-    assert [text.partition(",")[0] for text in read(files).incidents] == [told]
 
 
 def test_a_refused_second_job_does_not_hide_the_first(files: Files) -> None:
@@ -293,18 +329,36 @@ def test_result_and_evaluation(files: Files) -> None:
     assert dict(describe(found, NOW))["test accuracy"] == "90.00% at step 40"
 
     worker.write("done", NOW - 780, outcome="finished")
-    incident = {"cause": "restart", "time": NOW - 900, "lost_members": [], "committed_steps_lost": 2}
-    files.result(step=46, test_metrics={"accuracy": 0.97}, goodput={"ratio": 0.5}, incidents=[incident])
+    files.result(step=46, test_metrics={"accuracy": 0.97}, goodput={"ratio": 0.5}, incidents=[])
     found = read(files, False)
     assert (found.test_accuracy, found.accuracy_step, found.goodput_ratio) == (0.97, 46, 0.5)
     assert dict(describe(found, NOW))["training"] == "50% of the wall time"
-    assert found.incidents == ("restart, 15 min 0 s ago, 2 committed steps lost",)
     assert found.result_path == files.run_dir / "result.json"
 
     files.result(step=20, test_metrics={"accuracy": 0.95}, goodput={"ratio": 0.4}, incidents=[])
     found = read(files, False)
     assert (found.test_accuracy, found.goodput_ratio) == (0.9, None)
     assert found.notes == ("result.json is of an earlier end, at step 20",)
+
+
+def test_the_best_metric_is_that_of_the_newest_line_that_has_one_and_of_the_result(files: Files) -> None:
+    worker = files.worker(0, started=NOW - 900)
+    worker.enter(0, NOW - 890)
+    worker.train(1, 20, NOW - 800)
+    assert (read(files).best, "best" in dict(describe(read(files), NOW))) == (None, False)
+    worker.write("best", NOW - 780, best={"step": 20, "metric": -0.5})
+    assert dict(describe(read(files), NOW))["best"] == "-0.5 at step 20"
+    again = files.worker(0, started=NOW - 700, start_number=1)
+    again.enter(1, NOW - 690)
+    again.train(11, 30, NOW - 600)
+    again.write("world", NOW - 599, best={"step": 10, "metric": -1.38380})
+    found = read(files)
+    assert json.loads(to_json(found))["best"] == {"step": 10, "metric": -1.3838}, "that of step 20 was lost"
+    assert dict(describe(found, NOW))["best"] == "-1.3838 at step 10"
+    files.result(step=30, best={"step": 28, "metric": 12345678.0})
+    assert dict(describe(read(files), NOW))["best"] == "1.23457e+07 at step 28"
+    files.result(step=30)
+    assert read(files).best == {"step": 10, "metric": -1.3838}, "of an older version"
 
 
 def test_all_that_was_measured_where_there_is_no_accuracy(files: Files) -> None:
@@ -389,7 +443,7 @@ def test_of_a_million_steps_the_newest_are_read_and_all_else(files: Files) -> No
     worker.train(1, 100, NOW - 5)
     line = worker.path.read_bytes().splitlines(keepends=True)[-1]
     for generation in (1, 2):
-        worker.enter(generation, NOW - 4)
+        worker.enter(generation, NOW - 4, incidents=[incident("leave", generation, NOW - 4)])
         with worker.path.open("ab") as file:
             for _ in range(5):
                 file.write(line * 10_000)
@@ -591,10 +645,12 @@ def test_any_field_of_any_line_may_be_missing_or_of_another_kind(files: Files) -
     first.enter(1, NOW - 700, cause="join")
     first.train(5, 8, NOW - 600, seconds_per_step=9.0)
     first.write("evaluation", NOW - 500, metrics={"accuracy": 0.5})
+    first.write("best", NOW - 500, best={"step": 1, "metric": 0.5})
     first.write("snapshot", NOW - 500, path="s3://bucket/one", snapshot_step=60, bytes=7)
     first.write(
-        "world", NOW - 400, cause="leave", members=["a"], nodes=1, quarantined=[{"host": "x", "until": NOW + 9}]
-    )
+        "world", NOW - 400, cause="leave", members=["a"], nodes=1, quarantined=[{"host": "x", "until": NOW + 9}],
+        incidents=[LEAVE],
+    )  # fmt: skip
     newcomer.write("warning", NOW - 400, message="careful 1")
     newcomer.write("done", NOW - 300, outcome="failed", error="it: broke")
     files.result(step=60, incidents=[{"cause": "join", "time": NOW}], goodput={"ratio": 1.0}, test_metrics={"a": 1.0})

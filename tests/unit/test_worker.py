@@ -17,7 +17,15 @@ from torch.utils.data import TensorDataset
 from elastic_train.__main__ import quick_imports
 from elastic_train.config import Config
 from elastic_train.elastic.evaluations import odd_numbers
-from elastic_train.elastic.worker import Worker, bucket_of, check_start, make_state, require_bucket, warn_of_flags
+from elastic_train.elastic.worker import (
+    Worker,
+    bucket_of,
+    check_start,
+    check_state,
+    make_state,
+    require_bucket,
+    warn_of_flags,
+)
 from elastic_train.elastic.world_report import describe_share
 from elastic_train.errors import Refused, UsageError
 from elastic_train.rendezvous.launch import C10dSettings, Launch
@@ -64,6 +72,26 @@ def test_a_model_that_is_not_returned_is_one_line() -> None:
 
     with pytest.raises(UsageError, match=r"^Forgetful.build_model gave nothing \(is its return missing\?\): it must"):
         make_state(Config(), Forgetful(), CPU)
+
+
+def test_a_model_without_values_is_one_line() -> None:
+    class Hollow(Task):
+        def build_model(self) -> nn.Module:
+            with torch.device("meta"):
+                return nn.Sequential(nn.Linear(1, 1))
+
+    said = r"^0\.weight of the model is on the meta device, where it has no values: .*to_empty\(device="
+    with pytest.raises(UsageError, match=said):
+        make_state(Config(), Hollow(), CPU)
+
+
+def test_a_model_with_a_part_without_values_is_one_line() -> None:
+    """Wherever the rest of it is, and whoever has built it."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1, affine=False, device="meta"))
+    state = make_state(Config(), ImageClassification("digits", "mlp"), CPU)
+    state.model = model
+    with pytest.raises(UsageError, match=r"^1\.running_mean of the model is on the meta device"):
+        check_state(Config(), ImageClassification("digits", "mlp"), state)
 
 
 def test_channels_last_is_kept_where_a_snapshot_is_loaded() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from elastic_train.errors import RunDirectoryError
 from elastic_train.observe.status import THERE, Status
+from elastic_train.observe.status_past import describe_incident
 from elastic_train.observe.status_table import as_table, describe
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.lost_time import lost_time
@@ -89,7 +90,7 @@ def watch_status(
                 if live is not None:
                     live.update(as_table(status, rows), refresh=True)
                 else:
-                    facts = dict(rows) | _in_brief(status)
+                    facts = dict(rows) | _in_brief(status, now())
                     print("; ".join(f"{name}: {facts[name]}" for name in LINE if name in facts), file=file, flush=True)
             if status.state not in THERE:
                 return status
@@ -104,11 +105,11 @@ def _live(file: TextIO) -> Live:
     return Live(console=Console(file=file), auto_refresh=False)
 
 
-def _in_brief(status: Status) -> dict[str, str]:
+def _in_brief(status: Status, now: float) -> dict[str, str]:
     """The rows that are too long for a line."""
     rows = {}
     if status.snapshot is not None:
         rows["snapshot"] = f"step {status.snapshot.step}"
     if status.incidents:
-        rows["incidents"] = f"{len(status.incidents)}, the last: {status.incidents[-1]}"
+        rows["incidents"] = f"{len(status.incidents)}, the last: {describe_incident(status.incidents[-1], now)}"
     return rows
