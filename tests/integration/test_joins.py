@@ -357,6 +357,7 @@ def test_all_others_stop_once_a_join_is_decided(cluster: Cluster) -> None:
     stop_all(cluster, [second])
 
 
+@pytest.mark.slow
 def test_a_start_at_another_endpoint_says_that_it_joins_by_the_run_directory(cluster: Cluster) -> None:
     """It was meant for a job of its own, perhaps."""
     [first] = cluster.start(*ENDLESS, nnodes="1:4")
