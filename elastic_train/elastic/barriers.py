@@ -140,9 +140,10 @@ class Barriers:
         with suppress(*NOBODY_THERE):  # then rank 0 has seen all, and is gone
             self._meet_at_rank_0(world, "through", is_over)
 
-    def return_together(self, world: World, step: int) -> None:
+    def return_together(self, world: World, step: int, *, is_end: bool) -> None:
         """The training function has returned here: wait until it has on all ranks, before any collective of ours would
-        meet one of its own. Blocks for as long as they are busy in it.
+        meet one of its own. Blocks for as long as they are busy in it; at the end of training nobody is expelled for
+        that.
 
         Raises:
             ReturnedAlone: another rank is in a step in which this one will never take part.
@@ -154,7 +155,9 @@ class Barriers:
             nonlocal has_returned
             if not has_returned:  # not before it has said so: in a collective and not returned is who goes on
                 has_returned = True
-                watcher.do(Activity.REDUCE)
+                watcher.do(
+                    Activity.COMPUTE if is_end else Activity.REDUCE, watcher.pace.between_steps if is_end else None
+                )
             require_whole(watcher, "the training function has returned on all ranks")
             for rank in self._long_in_collective(world, since):
                 if store.get(f"{key}/{rank}") is None:

@@ -154,7 +154,7 @@ class Trainer:
         if world.world_size == 1 or (state.is_finished and self._is_bundled):  # else some may be in a collective yet
             return
         with state.lock.released():  # others may be busy for long, and this worker be told to stop
-            self._membership.barriers.return_together(world, state.step)
+            self._membership.barriers.return_together(world, state.step, is_end=state.is_finished)
 
     def warm_up(self) -> None:
         """Do what a newcomer's first step would take longer for, before there is a process group; the state is of no
