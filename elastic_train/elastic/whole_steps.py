@@ -160,15 +160,15 @@ class WholeSteps:
         for all, so that the first step with another one would fail and end the job."""
         if self._has_looked and step % EVERY:
             return
-        joins, unused = self._membership.joins, without_gradient(self._worker.state.model)
-        joins.why_closed = None
+        why, unused = None, without_gradient(self._worker.state.model)
         if unused:
-            joins.why_closed = (
+            why = (
                 f"{named(unused)} got no gradient, and with several workers DDP waits for all: no other node can be "
                 "admitted; stop all and start them with --find-unused-parameters, or freeze what is not trained"
             )
             if not self._has_looked:
-                self._worker.reporter.warn(joins.why_closed)
+                self._worker.reporter.warn(why)
+        self._membership.joins.why_closed = why  # at once: the watcher may read it at any time
         self._has_looked = True
 
     def _clip(self) -> None:
