@@ -155,9 +155,10 @@ class Barriers:
             nonlocal has_returned
             if not has_returned:  # not before it has said so: in a collective and not returned is who goes on
                 has_returned = True
-                watcher.do(
-                    Activity.COMPUTE if is_end else Activity.REDUCE, watcher.pace.between_steps if is_end else None
-                )
+                if is_end:
+                    watcher.do(Activity.COMPUTE, watcher.pace.between_steps)
+                else:
+                    watcher.do(Activity.REDUCE)
             require_whole(watcher, "the training function has returned on all ranks")
             for rank in self._long_in_collective(world, since):
                 if store.get(f"{key}/{rank}") is None:

@@ -106,7 +106,7 @@ class WorldReport:
         self._note_incident(world, interruption, restored, seconds)
         reporter.events.write(
             "world",
-            cause="peer_lost" if lost else "leave" if left else interruption.cause,
+            cause=_cause_of(lost, left, interruption.cause),
             members=[member.name for member in world.members],
             lost_members=lost,
             left_members=left,
@@ -174,11 +174,15 @@ def _incident_of(
     interrupted: Mapping[str, Any], seconds: dict[str, float], state: TrainState, world: World
 ) -> dict[str, Any]:
     lost, left, joined, hosts = (interrupted[name] for name in ("lost", "left", "joined", "dead_hosts"))
-    cause = "peer_lost" if lost else "leave" if left else interrupted["cause"]
     deaths = {"dead_hosts": hosts, "run_seconds": run_seconds(state)} if hosts else {}
     inside = {member.name for member in world.members}  # who joined a world that broke may be lost again
     who = {"lost": lost, "left": left, "joined": [name for name in joined if name in inside]}
+    cause = _cause_of(lost, left, interrupted["cause"])
     return new_incident(cause, seconds | interrupted["seconds"], world, state.step, who) | deaths
+
+
+def _cause_of(lost: Sequence[str], left: Sequence[str], otherwise: str) -> str:
+    return "peer_lost" if lost else "leave" if left else otherwise
 
 
 def new_incident(

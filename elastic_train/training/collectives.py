@@ -124,15 +124,10 @@ class LateNumbers:
         self._on_host.copy_(tensor.detach(), non_blocking=True)
         self._event = torch.cuda.current_stream(tensor.device).record_event()
 
-    @property
-    def have_come(self) -> bool:
-        return bool(self._event.query())
-
     def read(self) -> Any:
         """`tolist()`: blocks until they have come, or NCCL was aborted."""
-        if not self.have_come:
-            with _waiting():
-                self._event.synchronize()
+        with _waiting():
+            self._event.synchronize()
         return self._on_host.tolist()
 
 

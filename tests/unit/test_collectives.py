@@ -234,7 +234,7 @@ def test_whoever_reads_what_was_reduced_lets_an_abort_begin(monkeypatch: pytest.
     seen: list[Any] = []
     group = Group()
     host = SimpleNamespace(copy_=lambda _source, non_blocking: seen.append(non_blocking), tolist=lambda: [1.0])
-    event = SimpleNamespace(query=lambda: False, synchronize=lambda: seen.append(group.is_waiting))
+    event = SimpleNamespace(synchronize=lambda: seen.append(group.is_waiting))
     monkeypatch.setattr(torch, "empty", lambda _shape, dtype, pin_memory: seen.append(pin_memory) or host)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(record_event=lambda: event))
     tensor: Any = SimpleNamespace(is_cuda=True, shape=(1,), dtype=torch.float32, device="cuda:0", detach=lambda: None)
