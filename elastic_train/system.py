@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import socket
+import stat
 import sys
 import time
 import weakref
@@ -171,10 +172,15 @@ def open_sockets() -> dict[int, str]:
         return found
     for entry in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            name = os.readlink(f"/proc/self/fd/{entry}")
-            if name.startswith("socket:"):
+            if (name := name_of_socket(int(entry))) is not None:
                 found[int(entry)] = name
     return found
+
+
+def name_of_socket(fd: int) -> str | None:
+    """As the link in /proc says it, which takes four times as long to read. Raises: OSError."""
+    status = os.fstat(fd)
+    return f"socket:[{status.st_ino}]" if stat.S_ISSOCK(status.st_mode) else None
 
 
 def copy_of_socket(fd: int, name: str) -> socket.socket:
@@ -182,7 +188,7 @@ def copy_of_socket(fd: int, name: str) -> socket.socket:
     where that file has an flock, a copy that nobody closes keeps it."""
     copy = os.dup(fd)
     try:
-        if os.readlink(f"/proc/self/fd/{copy}") != name:  # of the copy: nobody else closes it
+        if name_of_socket(copy) != name:  # of the copy: nobody else closes it
             raise OSError(errno.EBADF, f"descriptor {fd} is not {name} any more")
         return socket.socket(fileno=copy)
     except BaseException:

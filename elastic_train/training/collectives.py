@@ -13,7 +13,6 @@ options make it exchange, sparse gradients, and buckets and buffers on a GPU und
 
 from __future__ import annotations
 
-import array
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,9 @@ from torch.futures import Future
 
 from elastic_train.errors import FormationFailed
 
+SIZE_BYTES = 8
+FIRST_BYTES = 512
+"""of what is gathered, in the first message: most often it is all, and a second one would hold up a recovery"""
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 """gloo moves a broadcast as one buffer; chunks bound the extra memory"""
 GROUP_TIMEOUT = timedelta(minutes=30)
@@ -283,9 +285,16 @@ def broadcast_bytes(data: bytes | None, source: int) -> bytes:
 
 def gather_json(value: Any) -> list[Any]:
     """Every rank's `value` (anything JSON can say), by rank. Every rank calls it; nothing is unpickled."""
-    data = array.array("B", json.dumps(value).encode())
-    sizes = [size for (size,) in all_gather(torch.tensor([len(data)]))]
-    longest = max(sizes)
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-    return [json.loads(bytes(part[:size])) for part, size in zip(all_gather(mine), sizes, strict=True)]
+    data = json.dumps(value).encode()
+    mine = len(data).to_bytes(SIZE_BYTES, "little") + data
+    firsts = [bytes(one) for one in all_gather(_padded(mine[:FIRST_BYTES], FIRST_BYTES))]
+    sizes = [SIZE_BYTES + int.from_bytes(first[:SIZE_BYTES], "little") for first in firsts]
+    rest = max(sizes) - FIRST_BYTES
+    if rest > 0:
+        others = all_gather(_padded(mine[FIRST_BYTES:], rest))
+        firsts = [first + bytes(other) for first, other in zip(firsts, others, strict=True)]
+    return [json.loads(whole[SIZE_BYTES:size]) for whole, size in zip(firsts, sizes, strict=True)]
+
+
+def _padded(data: bytes, size: int) -> Tensor:
+    return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_train.errors import FormationFailed
-from elastic_train.system import call_in_children, copy_of_socket, open_sockets
+from elastic_train.system import call_in_children, copy_of_socket, name_of_socket, open_sockets
 from elastic_train.world import Address
 
 ABORT_SECONDS = 60.0
@@ -302,7 +302,7 @@ class GroupSockets:
             connection.close()
         for fd, name in self._sockets.items():
             with suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{fd}") == name:
+                if name_of_socket(fd) == name:
                     os.close(fd)
 
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from elastic_train.errors import FormationFailed
-from elastic_train.training.collectives import broken_off_by, exchange, numbers, wait
+from elastic_train.training import collectives
+from elastic_train.training.collectives import broken_off_by, exchange, gather_json, numbers, wait
 from elastic_train.training.group_sockets import KEEP_SECONDS
 
 MEMBER = """
@@ -242,3 +243,37 @@ def test_whoever_reads_what_was_reduced_lets_an_abort_begin(monkeypatch: pytest.
         assert numbers(tensor) == [1.0]
         assert numbers(SENT) == [0.0]
     assert (seen, group.is_waiting) == ([True, True, True], False)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 3), (502, 1, 502), (503, 1, 20), (5000, 1, 600)])
+def test_what_all_tell_comes_whole_and_in_one_message_where_it_is_short(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """502 letters with their quotation marks and the size before them fill a first message."""
+    told = ["x" * size for size in sizes]
+    given: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(len(told))}
+    all_gave = threading.Barrier(len(told), timeout=60)
+
+    def all_gather(mine: torch.Tensor) -> list[list[int]]:
+        given[rank_of[threading.get_ident()]].append(mine)
+        all_gave.wait()
+        found = [messages[-1] for messages in given.values()]
+        assert len({len(one) for one in found}) == 1, "gloo wants as many of each"
+        all_gave.wait()
+        return [one.tolist() for one in found]
+
+    rank_of: dict[int, int] = {}
+    found: dict[int, list[Any]] = {}
+
+    def gather(rank: int) -> None:
+        rank_of[threading.get_ident()] = rank
+        found[rank] = gather_json(told[rank])
+
+    monkeypatch.setattr(collectives, "all_gather", all_gather)
+    threads = [threading.Thread(target=gather, args=(rank,)) for rank in given]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == dict.fromkeys(given, told)
+    assert {len(messages) for messages in given.values()} == {1 if max(sizes) <= 502 else 2}
