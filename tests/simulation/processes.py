@@ -9,15 +9,17 @@ from types import ModuleType
 
 from elastic_train.elastic import barriers, joins
 from elastic_train.protocol import arbiter, known_worlds
+from tests.simulation import worker
 
 SHORT: list[tuple[ModuleType, str, float]] = [
     (barriers, "SPARE_POLL_SECONDS", 0.1),
     (joins, "QUEUE_POLL_SECONDS", 0.1),
+    (worker, "POLL_SECONDS", 0.05),
     (arbiter, "OUTDATED", 1),
     (arbiter, "OLD_SECONDS", 3.0),
     (known_worlds, "KEPT_DECISIONS", 1),
 ]
-"""The package's constants for short histories: longer polls make fewer events, and of few worlds old ones are to be
+"""Constants for short histories: longer polls make fewer events, and of few worlds old ones are to be
 removed."""
 
 

@@ -19,9 +19,9 @@ from tests.simulation.simulator import Simulation
 from tests.simulation.work import KINDS, Work
 
 NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_WORKING_HISTORIES", "50"))
-"""of each kind and form"""
+"""of each kind and form; of very long steps, in which most happens, two in five"""
 FIRST_SEED = int(os.environ.get("ELASTIC_TRAIN_FIRST_SEED", "0"))
-CHUNK = 25
+CHUNK = 10
 FORMS = {"own stores": None, "one store": 12.0}
 """what keeps the job: as `Plan.grace`"""
 
@@ -85,7 +85,8 @@ def describe(plan: Plan) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nobody_who_works_is_expelled(kind: str, form: str, record_property: Callable[[str, object], None]) -> None:
     grace = FORMS[form]
-    chunks = [(kind, grace, first) for first in range(FIRST_SEED, FIRST_SEED + NUM_HISTORIES, CHUNK)]
+    number = NUM_HISTORIES * 2 // 5 if kind == "very long steps" else NUM_HISTORIES
+    chunks = [(kind, grace, first) for first in range(FIRST_SEED, FIRST_SEED + number, CHUNK)]
     with two_processes() as pool:
         for seeds in pool.starmap(failing_seeds, chunks, chunksize=1):
             for seed in seeds:
