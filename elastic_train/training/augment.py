@@ -3,13 +3,13 @@
 Nothing here reads or advances a generator that outlives the call. A sample therefore looks the same whichever
 process loads it, in whatever batch, before and after a change of the World. Data held in memory takes its random
 numbers from a counter-based hash, for a whole batch at once. Data loaded item by item gets the global generators
-seeded around each item (`SeededItems`), so that any transform works unchanged.
+seeded around each item, and around what makes the batch of them (`SeededItems`), so that any transform works unchanged.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from elastic_train.training.sampler import mix
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 _MASK = (1 << 64) - 1
@@ -113,21 +114,28 @@ def augment(
 
 
 class SeededItems:
-    """Reads items with the global CPU generators of torch, random and numpy seeded for each, by (seed, epoch, index).
+    """Reads items with the global CPU generators of torch, random and numpy seeded for each, by (seed, epoch, index),
+    and makes a batch of them with these seeded once more, by its first item.
 
     What the training process draws does not notice. torch's generator is seeded for every item, which may ask it for
     `initial_seed()`. Python's and numpy's take longer to be seeded than many an item to be read: they are where an item
-    of the first batch has drawn from them. Where it is a later one, which their states show, its batch is read anew. A
-    draw that leaves the state as it was (an item that puts it back) is not seen.
+    of the first batch has drawn from them, or what makes it. Where it is a later one, which their states show, its
+    batch is read anew. A draw that leaves the state as it was (an item that puts it back) is not seen.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._drawn: frozenset[str] | None = None
-        """of `_COSTLY`, those from which items draw, as far as that is known"""
+        """of `_COSTLY`, those from which items or batches draw, as far as that is known"""
 
-    def read(self, get: Callable[[int], T], indices: npt.NDArray[np.int64], epoch: int) -> list[T]:
-        """`get(index)` of all. Raises: what that does."""
+    def read(
+        self,
+        get: Callable[[int], T],
+        indices: npt.NDArray[np.int64],
+        epoch: int,
+        make: Callable[[list[T]], Any] = list,
+    ) -> Any:
+        """`make` of the list of `get(index)`, for one index at least. Raises: what they do."""
         # At once: one by one costs ten times that.
         all_bits = random_bits(self._seed, epoch, indices, _STREAM_ITEM)[:, 0].tolist()
         seeds = list(zip(indices.tolist(), all_bits, strict=True))
@@ -135,18 +143,18 @@ class SeededItems:
         is_as_before = False
         try:
             if self._drawn is None:
-                items, self._drawn = _read_and_watch(get, seeds)
-                return items
+                batch, self._drawn = _read_and_watch(get, make, seeds)
+                return batch
             try:
-                items = _read(get, seeds, self._drawn)
+                batch = _read(get, make, seeds, self._drawn)
             except Exception:  # over numbers that it might not have drawn
                 if not self._note_drawn(states):
                     raise
             else:
                 if not self._note_drawn(states):
                     is_as_before = not self._drawn
-                    return items
-            return _read(get, seeds, self._drawn)
+                    return batch
+            return _read(get, make, seeds, self._drawn)
         finally:
             torch.set_rng_state(torch_state)
             if not is_as_before:
@@ -199,30 +207,40 @@ def _seed(bits: int, costly: Iterable[str]) -> None:
         _COSTLY[name].seed(bits)
 
 
-def _read(get: Callable[[int], T], seeds: Iterable[tuple[int, int]], costly: Iterable[str]) -> list[T]:
+def _read(
+    get: Callable[[int], T], make: Callable[[list[T]], Any], seeds: Sequence[tuple[int, int]], costly: Iterable[str]
+) -> Any:
     items = []
     for index, bits in seeds:
         _seed(bits, costly)
-        items.append(_named(get, index))
-    return items
+        items.append(_named(get, index, "item {} of the data set could not be read", index))
+    first, bits = seeds[0]
+    _seed(bits ^ _GOLDEN, costly)  # else the batch drew what its first item has drawn
+    return _named(make, items, "the batch that begins with item {} of the data set could not be made", first)
 
 
-def _named(get: Callable[[int], T], index: int) -> T:
-    """`get(index)`. Its error gets a note, which the traceback shows: its own words seldom say which item it was."""
+def _named(call: Callable[[S], T], argument: S, words: str, index: int) -> T:
+    """`call(argument)`. Its error gets a note, which the traceback shows: its own words seldom say where it was."""
     try:
-        return get(index)
+        return call(argument)
     except Exception as error:
-        error.add_note(f"elastic_train: item {index} of the data set could not be read")
+        error.add_note(f"elastic_train: {words.format(index)}")
         raise
 
 
-def _read_and_watch(get: Callable[[int], T], seeds: Iterable[tuple[int, int]]) -> tuple[list[T], frozenset[str]]:
-    """The items, and the generators from which one of them has drawn."""
-    items: list[T] = []
+def _read_and_watch(
+    get: Callable[[int], T], make: Callable[[list[T]], Any], seeds: Sequence[tuple[int, int]]
+) -> tuple[Any, frozenset[str]]:
+    """The batch, and the generators from which it, or one of its items, has drawn."""
     drawn: set[str] = set()
-    for index, bits in seeds:
-        _seed(bits, _COSTLY)
-        fresh = _states()
-        items.append(_named(get, index))
-        drawn |= {name for name, generator in _COSTLY.items() if generator.state() != fresh[name]}
-    return items, frozenset(drawn)
+
+    def watched(call: Callable[[S], T]) -> Callable[[S], T]:
+        def watch(argument: S) -> T:
+            fresh = _states()
+            result = call(argument)
+            drawn.update(name for name, generator in _COSTLY.items() if generator.state() != fresh[name])
+            return result
+
+        return watch
+
+    return _read(watched(get), watched(make), seeds, _COSTLY), frozenset(drawn)

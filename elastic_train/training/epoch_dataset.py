@@ -14,9 +14,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from elastic_train.errors import UsageError
 from elastic_train.training.augment import SeededItems
+from elastic_train.training.datasets import SyntheticImages, TensorImages
 from elastic_train.training.sampler import MicroBatch
 
 T = TypeVar("T")
+
+_WITHOUT_DRAWS = (TensorDataset, TensorImages, SyntheticImages)
+"""to seed generators for their whole batches would take longer than to read these"""
 
 
 class EpochDataset(Dataset[Any]):
@@ -25,8 +29,9 @@ class EpochDataset(Dataset[Any]):
     Fetching gives `(micro_batch, batch)`, and `batch` is None where the micro-batch has no samples. A data set with
     a method `gather(indices: int64 Tensor, epoch: int) -> batch` is asked once per micro-batch. Any other is read item
     by item, with the global generators of torch, random and numpy seeded by (seed, epoch, index) before each, so that
-    its transforms do not depend on who runs them; then `collate` makes the batch of the items. A TensorDataset with the
-    default collate gives the same batch without going through its items.
+    its transforms do not depend on who runs them; then `collate` makes the batch of the items. It, and `gather`, find
+    these generators seeded by (seed, epoch, the micro-batch's first index). A TensorDataset with the default collate
+    gives the same batch without going through its items.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any] = default_collate) -> None:
@@ -40,6 +45,7 @@ class EpochDataset(Dataset[Any]):
             self._gather = dataset.gather  # type: ignore[attr-defined]
         if type(dataset) is TensorDataset and collate is default_collate:
             self._gather = self._select
+        self._draws_nothing = self._gather is not None and type(dataset) in _WITHOUT_DRAWS
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # Dataset declares no __len__
@@ -51,9 +57,14 @@ class EpochDataset(Dataset[Any]):
 
     def read(self, indices: npt.NDArray[np.int64], epoch: int = 0) -> Any:
         """The batch of these samples, one at least."""
-        if self._gather is not None:
-            return self._gather(torch.from_numpy(indices.copy()), epoch)  # torch.tensor() takes ten times as long
-        return self._collate(self._items.read(self.dataset.__getitem__, indices, epoch))
+        if self._gather is None:
+            return self._items.read(self.dataset.__getitem__, indices, epoch, self._collate)
+        gather = self._gather
+
+        def whole(_first: Any = None) -> Any:
+            return gather(torch.from_numpy(indices.copy()), epoch)  # torch.tensor() takes ten times as long
+
+        return whole() if self._draws_nothing else self._items.read(int, indices[:1], epoch, whole)
 
     def _select(self, indices: Tensor, _epoch: int) -> list[Tensor]:
         """What default_collate makes of a TensorDataset's items."""

@@ -84,7 +84,8 @@ class Task:
         """A map-style data set: `__len__` and `__getitem__`, the same on every worker. Called once.
 
         Its `__getitem__` may draw from torch, random and numpy: they are seeded by (seed, epoch, index) before each
-        call. A method `gather(indices: Tensor, epoch: int) -> batch`, if there is one, is used in its place.
+        call. A method `gather(indices: Tensor, epoch: int) -> batch`, if there is one, is used in its place; it may
+        draw as `collate` may.
         """
         raise UsageError(f"{type(self).__name__} must define train_dataset()")
 
@@ -105,7 +106,8 @@ class Task:
     collate = staticmethod(default_collate)
     """`(samples: list) -> batch`: of some items of a data set; never called with none, nor for one with `gather`.
 
-    May be overridden by a method. Torch's own function, so that a TensorDataset can be seen to need no collating.
+    May be overridden by a method, which may draw: from generators seeded by (seed, epoch, first index). Torch's own
+    function, so that a TensorDataset can be seen to need no collating.
     """
 
     def forward(self, model: nn.Module, inputs: Any) -> Tensor:

@@ -135,6 +135,22 @@ def test_what_an_item_draws_from_seeded_generators_is_no_difference(item: Any) -
     assert "items" in here
 
 
+def test_what_a_batch_draws_is_no_difference() -> None:
+    """As of a collate that scales its images at random."""
+
+    def scaled(samples: list[tuple[torch.Tensor]]) -> torch.Tensor:
+        return torch.stack([image for (image,) in samples])[:, : random.choice((1, 2, 3, 4, 5, 6))]
+
+    data = TensorDataset(torch.ones(3, 6))
+    random.seed(1)
+    here = identify(data, seed=0, collate=scaled, may_read=True)
+    assert "items" in here
+    for other in range(2, 9):
+        random.seed(other)
+        there = identify(data, seed=0, collate=scaled, may_read=True)
+        assert there == here
+
+
 def test_an_item_may_hold_its_path_and_what_a_processor_rounds() -> None:
     class Item(Files):
         def __init__(self, root: str, error: float) -> None:

@@ -26,6 +26,7 @@ from elastic_train.training import datasets
 from elastic_train.training.augment import Augmentation
 from elastic_train.training.datasets import SyntheticImages, TensorImages
 from elastic_train.training.epoch_dataset import EpochDataset, as_fetched
+from elastic_train.training.sampler import StepSampler
 from elastic_train.training.tasks import Task
 
 CIFAR10_MINI = Path(__file__).parents[2].parent / "shared/data/cifar10-mini"
@@ -69,6 +70,17 @@ class Noisy(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[int, float, float, Tensor]:
         return index, random.random(), float(np.random.rand()), torch.rand(2)
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 class TestDigits:
@@ -216,6 +228,59 @@ class TestEpochDataset:
         torch.manual_seed(0)
         EpochDataset(Noisy(), seed=3).__getitems__(MicroBatch(0, np.array([1, 2])))
         assert torch.equal(torch.rand(1), expected)
+
+    @pytest.mark.parametrize("draw", [torch.rand, lambda _: random.random(), lambda _: float(np.random.normal())])
+    @pytest.mark.parametrize("is_whole", [False, True], ids=["collate", "gather"])
+    def test_what_a_batch_draws_is_the_same_in_every_world(self, is_whole: bool, draw: Any) -> None:
+        """Of ordered micro-batches. Only some of them draw, the first of a process perhaps not; other draws are between
+        them, which do not notice."""
+
+        def noisy(samples: list[int]) -> tuple[list[int], float | None]:
+            return samples, float(draw(1)) if max(samples) % 3 else None
+
+        class Whole(Noisy):
+            def gather(self, indices: Tensor, _epoch: int) -> Any:
+                return noisy(indices.tolist())
+
+        def read_all(world_size: int) -> dict[tuple[int, int], Any]:
+            found = {}
+            for rank in range(world_size):
+                random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
+                expected = [random.random(), float(np.random.normal()), float(torch.rand(1))]
+                random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
+                data = Whole() if is_whole else Numbers(20)
+                reader = EpochDataset(data, seed=3, collate=noisy)
+                for epoch in (0, 1):
+                    micro_batches = StepSampler(
+                        length=20, seed=0, epoch=epoch, samples_done=0, steps_done=0, global_batch_size=8, rank=rank,
+                        world_size=world_size, virtual_ranks=4, micro_batch_size=None, max_steps=None,
+                    )  # fmt: skip
+                    for micro_batch, batch in map(reader.__getitems__, micro_batches):
+                        found[epoch, micro_batch.step, micro_batch.shard] = batch
+                assert [random.random(), float(np.random.normal()), float(torch.rand(1))] == expected
+            return found
+
+        alone = read_all(1)
+        drawn = [batch[1] for batch in alone.values() if batch[1] is not None]
+        assert 10 < len(set(drawn)) == len(drawn) < len(alone)
+        assert read_all(2) == read_all(4) == alone
+
+    def test_a_batch_that_is_made_again_is_made_of_fresh_items(self) -> None:
+        def spoil(samples: list[list[int]]) -> tuple[list[list[int]], float]:
+            for sample in samples:
+                sample.append(0)
+            return samples, random.random() if len(seen) > 1 else 0.0
+
+        class Lists(Numbers):
+            def __getitem__(self, index: int) -> Any:
+                seen.append(index)
+                return [index]
+
+        seen: list[int] = []
+        reader = EpochDataset(Lists(20), seed=3, collate=spoil)
+        assert reader.read(np.array([5])) == ([[5, 0]], 0.0)
+        assert reader.read(np.array([6]))[0] == [[6, 0]]
+        assert seen == [5, 6, 6], "the draw was seen"
 
     def test_own_collate(self) -> None:
         dataset = EpochDataset(Noisy(), seed=3, collate=len)
