@@ -135,7 +135,10 @@ class SeededItems:
         epoch: int,
         make: Callable[[list[T]], Any] = list,
     ) -> Any:
-        """`make` of the list of `get(index)`, for one index at least. Raises: what they do."""
+        """`make` of the list of `get(index)`, for one index at least.
+
+        Raises: what they do, but for StopIteration a RuntimeError.
+        """
         # At once: one by one costs ten times that.
         all_bits = random_bits(self._seed, epoch, indices, _STREAM_ITEM)[:, 0].tolist()
         seeds = list(zip(indices.tolist(), all_bits, strict=True))
@@ -223,6 +226,8 @@ def _named(call: Callable[[S], T], argument: S, words: str, index: int) -> T:
     """`call(argument)`. Its error gets a note, which the traceback shows: its own words seldom say where it was."""
     try:
         return call(argument)
+    except StopIteration as error:  # a loop over batches would take it for their end
+        raise RuntimeError(f"StopIteration was raised: {words.format(index)}") from error
     except Exception as error:
         error.add_note(f"elastic_train: {words.format(index)}")
         raise

@@ -208,3 +208,19 @@ def test_an_item_that_fails_over_unseeded_numbers_is_read_again() -> None:
     items = SeededItems(5)
     read(items, get, 1, 2)
     assert read(items, get, 2, 3) == [0.0, *seeded]
+
+
+def test_stop_iteration_is_an_error_that_says_where_it_came_from() -> None:
+    """It would end the loop over the batches, and nobody would see."""
+
+    def get(index: int) -> int:
+        return next(iter(range(index, 7)))
+
+    items = SeededItems(5)
+    for first in (6, 0):  # in the first batch, and in a later one
+        with pytest.raises(RuntimeError, match=r"item 7 of the data set could not be read$") as raised:
+            read(items, get, first, 7)
+        assert isinstance(raised.value.__cause__, StopIteration)
+        read(items, get, 1)
+    with pytest.raises(RuntimeError, match=r"the batch that begins with item 3 of the data set could not be made$"):
+        items.read(get, np.array([3, 4]), 0, lambda found: next(one for one in found if one > 9))
