@@ -27,8 +27,10 @@ class AveragedWeights:
         ours, theirs = list(self.model.parameters()), list(model.parameters())
         floats = [index for index, parameter in enumerate(ours) if parameter.is_floating_point()]
         torch._foreach_lerp_([ours[i] for i in floats], [theirs[i].detach() for i in floats], 1.0 - self._decay)
-        for buffer, source in zip(self.model.buffers(), model.buffers(), strict=True):
-            buffer.copy_(source)
+        layers = dict(self.model.named_modules())
+        for place, layer in model.named_modules():
+            if place in layers and (layer._buffers or layers[place]._buffers):
+                _take_over(layers[place], layer)
 
     def state_dict(self) -> dict[str, Any]:
         """The averaged model's, with the model's own names."""
@@ -36,3 +38,17 @@ class AveragedWeights:
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         self.model.load_state_dict(state_dict)
+
+
+def _take_over(ours: nn.Module, theirs: nn.Module) -> None:
+    """Give one layer what the other one's buffers hold. A forward pass, of either, may have put another tensor in the
+    place of one, of another size perhaps, or have made or dropped one."""
+    for name in ours._buffers.keys() - theirs._buffers.keys():
+        del ours._buffers[name]
+    ours._non_persistent_buffers_set = set(theirs._non_persistent_buffers_set)
+    for name, source in theirs._buffers.items():
+        buffer = ours._buffers.get(name)
+        if source is None or buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+            ours._buffers[name] = None if source is None else source.clone()
+        else:
+            buffer.copy_(source)

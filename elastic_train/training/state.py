@@ -171,11 +171,11 @@ class TrainState:
         """The one place where a step becomes done, with its mean loss over all samples; None where that is not known.
         True at the end of an epoch."""
         self.lock.hold()
+        if self.averaged is not None:  # first: where this fails, the step does not count
+            self.averaged.update(self.model)
         self.is_step_open = False
         self.samples_done += self.next_step_samples()
         self.step, self.last_loss = self.step + 1, loss
-        if self.averaged is not None:
-            self.averaged.update(self.model)
         event = {
             "step": self.step,
             "epoch": self.epoch,

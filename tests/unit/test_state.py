@@ -661,6 +661,62 @@ def test_an_average_that_a_run_gets_later_begins_with_the_weights_it_has() -> No
     assert state_sha256(again.extras["ema"].state_dict()) == state_sha256(average.state_dict())
 
 
+class Caching(nn.Module):
+    """Its forward passes put buffers of another size in the place of others, fill in one, make one and drop one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("table", torch.zeros(1, dtype=torch.int64), persistent=False)
+        self.register_buffer("late", None)
+        self.register_buffer("early", torch.zeros(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if len(self.table) < len(inputs):
+            self.table = torch.arange(len(inputs)).float()
+        if self.late is None:
+            self.late = inputs[:1].clone()
+            self.register_buffer("made", torch.ones(3), persistent=False)
+        self.late += 1.0
+        self.early = None
+        return self.layer(inputs)  # type: ignore[no-any-return]
+
+
+def test_an_average_has_the_buffers_of_its_model_whatever_becomes_of_them() -> None:
+    model = Caching()
+    state = TrainState(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), length=64, global_batch_size=8, epochs=1,
+        extras={"ema": AveragedWeights(model, 0.75)},
+    )  # fmt: skip
+    average = state.averaged
+    assert average is not None
+    for number, samples in enumerate((2, 5, 5), start=1):
+        state.remember()
+        state.optimizer.zero_grad()
+        model(torch.ones(samples, 4)).sum().backward()
+        state.optimizer.step()
+        state.commit(1.0)
+        assert (state.step, state.is_whole) == (number, True)
+        theirs, ours = dict(model.named_buffers()), dict(average.model.named_buffers())
+        assert sorted(theirs) == sorted(ours) == ["late", "made", "table"]
+        for name, buffer in theirs.items():
+            assert torch.equal(ours[name], buffer)
+            assert (ours[name].dtype, ours[name] is buffer) == (buffer.dtype, False)
+        assert sorted(average.state_dict()) == sorted(model.state_dict()) == ["late", "layer.bias", "layer.weight"]
+        average.model(torch.ones(9, 4))  # as an evaluation of it may change them
+
+
+def test_a_step_whose_average_cannot_be_made_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = make_state()
+    state.extras["ema"] = average = AveragedWeights(state.model, 0.75)
+    step(state, 0)
+    monkeypatch.setattr(average, "update", lambda _model: break_off())
+    with pytest.raises(RuntimeError, match="broken off"):
+        step(state, 1)
+    assert (state.step, state.samples_done, state.last_loss) == (1, BATCH, 1.0)
+    assert not state.is_whole
+
+
 def train_with(state: TrainState, scaler: torch.amp.GradScaler, gradient: float) -> None:
     """A step of the user's own."""
     scaler.scale(torch.ones(()))
