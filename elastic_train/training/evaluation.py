@@ -21,6 +21,7 @@ from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.loader_processes import open_loader, read_apart
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import modes_kept
+from elastic_train.training.step import seed_model_draws
 from elastic_train.training.tasks import Task
 from elastic_train.wording import kind_of
 from elastic_train.world import World
@@ -91,6 +92,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Every rank calls it; each runs its blocks, and the sums of all blocks are added in block order.
 
+    What `task.evaluate` draws from torch is by block the same in each evaluation: the numbers of step 0.
+
     Returns what the task makes of the means over the whole test set, "correct" by the name of `accuracy`; the same on
     every rank.
 
@@ -107,6 +110,7 @@ def evaluate(
         do(Activity.COMPUTE)
         reader = EpochDataset(dataset, seed=config.seed, collate=task.collate)
         for micro_batch, batch in open_loader(reader, sampler, config, warn, at_most=len(sampler)):
+            seed_model_draws(config.seed, micro_batch.step, micro_batch.shard, device)
             for name, value in _sums_of(model, task, batch, device, autocast).items():
                 by_block = sums.setdefault(name, torch.zeros(sampler.num_blocks, dtype=torch.float64))
                 by_block[micro_batch.shard] = value.double().cpu()

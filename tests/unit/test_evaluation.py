@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from elastic_train.config import Config
+from elastic_train.training import evaluation
 from elastic_train.training.evaluation import evaluate
+from elastic_train.training.step import seed_model_draws
 from elastic_train.training.tasks import Task
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
 
 WORLD = World(rank=0, generation=0, members=(make_member(0),))
+CPU = torch.device("cpu")
 
 
 class RunsDry(Dataset[Any]):
@@ -37,6 +40,38 @@ def test_a_data_set_that_runs_dry_ends_no_evaluation_early(num_workers: int) -> 
     """A loop over its batches would take StopIteration for their end, and count the others as zeros."""
     with pytest.raises(RuntimeError, match=r"StopIteration.* item 100 of the data set could not be read"):
         evaluate(
-            nn.Linear(4, 2), Task(), RunsDry(), WORLD, torch.device("cpu"), Config(num_workers=num_workers),
+            nn.Linear(4, 2), Task(), RunsDry(), WORLD, CPU, Config(num_workers=num_workers),
             block_samples=32,
         )  # fmt: skip
+
+
+class Noisy(Task):
+    """As the loss of a VAE, which draws in eval mode too."""
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": (batch[0] + torch.randn_like(batch[0])).square().sum()}
+
+
+def test_what_an_evaluation_draws_is_the_same_in_every_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was drawn before; by block, and by no number of a step."""
+
+    def run(world: World) -> float:
+        data = TensorDataset(torch.ones(100, 4))
+        return evaluate(nn.Linear(4, 2), Noisy(), data, world, CPU, Config(seed=3), block_samples=32)["loss"]
+
+    losses = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        losses.append(run(WORLD))
+    assert losses[0] == losses[1]
+    table = torch.zeros(1, 4, dtype=torch.float64)
+    monkeypatch.setattr(evaluation, "broadcast_bytes", lambda *_: b"loss")
+    monkeypatch.setattr(evaluation, "all_reduce", table.add_)
+    for rank in (0, 1):
+        run(World(rank=rank, generation=0, members=(make_member(0), make_member(1))))
+    expected = []
+    for block, samples in enumerate((32, 32, 32, 4)):
+        seed_model_draws(3, 0, block, CPU)
+        expected.append((1 + torch.randn(samples, 4)).square().sum().double().item())
+    assert table.tolist() == [expected]
+    assert losses[0] == sum(expected) / 100
