@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_train.runlog.reader import read_all
 from elastic_train.tools.audit.audit import CheckOutcome, audit
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.lost_time import lost_time
@@ -13,6 +14,7 @@ from tests.drills.planting import (
     drawn,
     events_of,
     fail,
+    ledger_of,
     only_failure,
     restart,
     verdicts,
@@ -134,6 +136,44 @@ def test_a_worker_that_failed_although_no_fault_was_injected_there(run_dir: Path
     reasons = only_failure(run_dir, "losses")
     assert "c/0/13 of node3 failed: AttributeError: x, and no fault was injected there" in reasons
     assert "c/0/13 of node3 was lost before generation 1, and no fault was injected there" in reasons
+
+
+@pytest.mark.parametrize("is_told_by_the_world", [True, False])
+def test_a_worker_that_was_lost_before_a_world_that_never_stood(run_dir: Path, is_told_by_the_world: bool) -> None:
+    """Generation 1, without c, broke while it formed: a went on alone as generation 2, and b was told to end."""
+    a, b, c = MEMBERS
+    of_b = {line["step"]: line["indices"] for line in read_all(ledger_of(run_dir, b)) if line["generation"] == 1}
+
+    def go_on_alone(lines: list[Line]) -> list[Line]:
+        alone = {"generation": 2, "world_size": 1}
+        world = {"members": [a], "lost_members": [b] if is_told_by_the_world else []}
+        lines = [{**line, **world} if is_second_world(line) else line for line in lines]
+        lost = next(line for line in lines if line["event"] == "peer_lost")
+        also = {**lost, "time": lost["time"] + 0.02, "lost_members": [b], "error": "b/0/12 is silent"}
+        lines.insert(lines.index(lost) + 1, also)
+        return [{**line, **alone} if line["generation"] == 1 else line for line in lines]
+
+    def is_left_out(lines: list[Line]) -> list[Line]:
+        lines = [line for line in lines if line["event"] not in ("done", "peer_lost") and not is_second_world(line)]
+        cut_off = {**lines[-1], "event": "peer_lost", "time": START + 1.76, "lost_members": [a, c]}
+        return [*lines, cut_off, {**cut_off, "event": "done", "outcome": "failed", "error": "LeftOut: by the others"}]
+
+    edit_lines(events_of(run_dir, a), go_on_alone)
+    edit_lines(events_of(run_dir, b), is_left_out)
+    edit_lines(
+        ledger_of(run_dir, a),
+        lambda lines: [
+            {**line, "generation": 2, "indices": line["indices"] + of_b[line["step"]]} if is_of(1)(line) else line
+            for line in lines
+        ],
+    )
+    edit_lines(ledger_of(run_dir, b), lambda lines: list(filter(is_of(0), lines)))
+    mark_as_drill(run_dir)
+    lost = "losses: b/0/12 of node2 was lost before generation 2, and no fault was injected there"
+    assert only_failure(run_dir, "losses") == lost
+    for member in MEMBERS[:2]:  # as after a restart, in whose first world nothing has stood yet
+        change(events_of(run_dir, member), lambda line: line["event"] == "peer_lost", generation=None)
+    assert only_failure(run_dir, "losses") == lost
 
 
 def test_a_fault_accounts_for_no_later_loss_of_its_node(run_dir: Path) -> None:

@@ -40,15 +40,35 @@ def check_losses(history: History) -> Found:
 
 def _gone(history: History) -> Iterator[tuple[str, float, str]]:
     """(member, when, how). A worker that others went on without says so itself; it is lost in their next world."""
+    on_the_way = _lost_on_the_way(history)
     for world in history.worlds:
-        for member in world.lost:
-            yield member, world.time, f"was lost before generation {world.generation}"
+        lost = dict.fromkeys(world.lost, world.time)
+        for member, time in {**on_the_way.get(world.generation, {}), **lost}.items():
+            yield member, time, f"was lost before generation {world.generation}"
         for member in world.left:
             yield member, world.time, f"left before generation {world.generation}"
     for line in history.of("done"):
         error = str(line.get("error"))
         if line.get("outcome") == "failed" and not error.startswith("LeftOut"):
             yield str(line["writer"]), float(line["time"]), f"failed: {error}"
+
+
+def _lost_on_the_way(history: History) -> dict[int, dict[str, float]]:
+    """Generation of a world that stood -> whom its members had lost since the one before -> when: a world that was
+    agreed on, and broke before it stood, has no event of its own. By the word of those that are in the next one; who
+    was cut off has lost all others."""
+    found: dict[int, dict[str, float]] = {}
+    for line in history.of("peer_lost"):
+        before, time = line["generation"], float(line["time"])
+        if before is None:  # of a process that was in no world that stood
+            later = [world for world in history.worlds if world.time >= time and line["writer"] in world.members]
+        else:
+            later = [world for world in history.worlds if world.generation > before]
+        for world in later[:1]:
+            if world.generation - 1 != before and line["writer"] in world.members:  # else that world says it
+                for member in line.get("lost_members", ()):
+                    found.setdefault(world.generation, {}).setdefault(str(member), time)
+    return found
 
 
 def _ended_unasked(history: History, drill: DrillRecord, gone: list[tuple[str | None, float]]) -> Iterator[str]:
@@ -116,7 +136,8 @@ def _crashed(history: History, fault: FaultRecord) -> Iterator[str]:
         for line in history.of("done")
         if line["time"] >= injected_at and line.get("outcome") in ("stopped", *FINISHED)
     }
-    lost = {member for world in after for member in world.lost}
+    on_the_way = _lost_on_the_way(history)
+    lost = {member for world in after for member in (*world.lost, *on_the_way.get(world.generation, ()))}
     for member in (member for world in before for member in world.members):
         if history.drill.node_of.get(member) in fault.may_take and (member not in said or member in lost):
             yield f"{member} was asked to leave, and was lost"
