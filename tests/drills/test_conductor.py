@@ -24,12 +24,14 @@ from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
 from elastic_train.tools.drills.conductor import Conductor
 from elastic_train.tools.drills.drill import _Ends, _judge
 from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed
+from elastic_train.tools.drills.faults import Hang
 from elastic_train.tools.drills.injection import Fault, NotInjected
 from elastic_train.tools.drills.jobs import JOBS
 from elastic_train.tools.drills.live import Timeline
 from elastic_train.tools.drills.network import NetworkError
 from elastic_train.tools.drills.nodes import TooSlow
 from elastic_train.tools.drills.schedule import Planned, Settings
+from elastic_train.tools.drills.watch import SeenWorld
 
 PLANNED = Planned(0.0, "kill")
 
@@ -153,6 +155,65 @@ def test_what_cannot_be_undone_is_told_and_not_tried_again(tmp_path: Path, condu
     assert fault.num_undone == 1
     assert recorded(tmp_path).undone_at is None
     assert "half-done of node1 could not be undone: no member leads" in conductor._timeline._file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def hang(conductor: Conductor, monkeypatch: pytest.MonkeyPatch) -> Hang:
+    """Of a node that runs: the others are through, and what was done to it is undone."""
+    monkeypatch.setattr(Hang, "inject", lambda fault: "stopped")
+    monkeypatch.setattr(Hang, "undo", lambda fault: None)
+    cluster = conductor._cluster
+    place = cluster.places[0]
+    place.node, place.members = Mock(), ("a/0/1",)
+    cluster.watch.world = SeenWorld(1, ("b/0/2",), first_step_at=time.time())
+    monkeypatch.setattr(cluster.watch, "poll", lambda: None)
+    fault = conductor.new_fault(Hang, 0, [place])
+    assert isinstance(fault, Hang)
+    conductor._plan.clear()
+    conductor._inject(fault)
+    conductor._follow(fault)
+    assert fault.recovered_at is not None
+    fault.recovered_at -= Hang.undo_after or 0.0
+    conductor._follow(fault)
+    assert fault.is_undone
+    assert not fault.is_closed
+    return fault
+
+
+def test_who_was_silent_and_comes_back(tmp_path: Path, conductor: Conductor, hang: Hang) -> None:
+    conductor._cluster.watch.world = SeenWorld(2, ("b/0/2", "a/0/1"), first_step_at=time.time())
+    conductor._follow(hang)
+    assert hang.is_closed
+    found = recorded(tmp_path)
+    assert (found.reason, found.recovered_seconds is None) == (None, False)
+
+
+def test_who_was_silent_and_ends_instead_of_coming_back(tmp_path: Path, conductor: Conductor, hang: Hang) -> None:
+    """It is promised, and the others go on."""
+    hang.place.node, hang.place.members = None, ()
+    conductor._follow(hang)
+    assert hang.is_closed
+    found = recorded(tmp_path)
+    assert (found.reason, found.recovered_seconds) == ("node1 ended instead of coming back", None)
+
+
+def test_who_was_silent_may_end_with_the_job(tmp_path: Path, conductor: Conductor, hang: Hang) -> None:
+    hang.place.node, hang.place.members = None, ()
+    conductor._cluster.watch.outcomes["b/0/2"] = "finished"
+    conductor._follow(hang)
+    conductor._give_up_the_rest()
+    assert recorded(tmp_path).recovered_seconds is not None
+
+
+def test_who_was_silent_and_is_not_back_at_the_end_of_the_job(tmp_path: Path, conductor: Conductor, hang: Hang) -> None:
+    conductor._cluster.watch.outcomes["b/0/2"] = "finished"
+    assert hang.recovered_at is not None
+    hang.recovered_at -= hang.limit_seconds()
+    conductor._follow(hang)
+    conductor._give_up_the_rest()
+    found = recorded(tmp_path)
+    reason = "node1 was not back 46 s after the others were through, when training had ended"
+    assert (found.reason, found.recovered_seconds) == (reason, None)
 
 
 def test_what_a_node_ended_with_is_said(tmp_path: Path) -> None:

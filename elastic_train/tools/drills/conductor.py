@@ -185,10 +185,12 @@ class Conductor:
                 self._timeline.log(f"{fault.name}: next step after {seconds:.2f} s, {told}")
             elif now - fault.injected_at > 2 * fault.limit_seconds() + 30:
                 self._fail(fault, f"no step within {now - fault.injected_at:.0f} s")
+        elif (reason := fault.why_never()) is not None:
+            self._fail(fault, reason)
         elif not fault.has_to_be_undone and fault.is_cleared():
             fault.is_closed = True
         elif now - fault.recovered_at > END_LIMIT_SECONDS:
-            self._fail(fault, f"{fault.target} was not back {END_LIMIT_SECONDS:.0f} s after the others were through")
+            self._fail(fault, _not_back(fault, now))
 
     def _undo(self, fault: Fault) -> None:
         """Once, whatever comes of it."""
@@ -220,11 +222,14 @@ class Conductor:
             more = "; give it more to do, e.g. --epochs" if self._settings.last_step is None else ""
             self._skip(self.new_fault(FAULTS[planned.fault], number), f"{ended} before its time{more}")
         self._plan.clear()
+        now = time.time()
         for fault in self._open:
             if fault.recovered_at is None:
                 self._fail(fault, f"{ended} before the next step")
             elif fault.has_to_be_undone:
                 self._undo(fault)
+            elif not fault.is_cleared() and now - fault.recovered_at > fault.limit_seconds():
+                self._fail(fault, f"{_not_back(fault, now)}, when {ended}")
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -277,6 +282,11 @@ class Conductor:
             self._cluster.set_pace(seconds_per_sample)
             self._paces.append((time.time(), seconds_per_sample))
             self._record.add_setting(paces=self._paces)
+
+
+def _not_back(fault: Fault, now: float) -> str:
+    """In words, at a time (Unix seconds)."""
+    return f"{fault.target} was not back {now - (fault.recovered_at or now):.0f} s after the others were through"
 
 
 def _rest(step: int, last_step: int | None) -> str:

@@ -168,6 +168,10 @@ class Fault:
         """Whether nothing of it is left, so that the job may be counted as healthy again."""
         return True
 
+    def why_never(self) -> str | None:
+        """Why what is to follow cannot come any more; None while it may."""
+        return None
+
     # --- what they have in common -------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
@@ -227,10 +231,16 @@ class Absence(Silence):
     undo_after = 1.0
 
     def is_cleared(self) -> bool:
-        if self.place.is_running and not self.cluster.is_in(self.place):
+        if not self.cluster.is_in(self.place):
             return False
         self.place.effect = None
         return True
+
+    def why_never(self) -> str | None:
+        if self.place.is_running:
+            return None
+        self.cluster.watch.poll()  # at the end of the job all may go
+        return None if self.cluster.watch.is_finished else f"{self.place.name} ended instead of coming back"
 
 
 class Disturbance(Fault):
