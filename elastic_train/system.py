@@ -133,21 +133,21 @@ def process_stat(pid: int) -> tuple[str | None, str]:
 
 def name_of_process(pid: int) -> str:
     """Of this machine; by it `has_ended` knows the process again, also where a later one has its pid."""
-    return f"{pid} {process_stat(pid)[1]} {_pid_namespace()}"
+    return f"{pid} {process_stat(pid)[1]} {pid_namespace()}"
 
 
 def has_ended(name: str) -> bool:
     """Whether a process, by its `name_of_process`, has ended; False where that cannot be seen from here, as from
     within a container."""
     pid, started, namespace = [*name.split(), "", "", ""][:3]
-    if not (pid.isdecimal() and namespace and namespace == _pid_namespace()):
+    if not (pid.isdecimal() and namespace and namespace == pid_namespace()):
         return False
     state, started_here = process_stat(int(pid))
     return state in (None, "Z", "X") or (state != "?" and started_here != started)
 
 
-def _pid_namespace() -> str:
-    """ "" where there is no /proc, or one that counts processes otherwise than this one does."""
+def pid_namespace() -> str:
+    """That whose pids this process sees; "" where there is no /proc, or one that counts processes otherwise."""
     try:
         return os.readlink("/proc/self/ns/pid") if os.readlink("/proc/self") == str(os.getpid()) else ""
     except OSError:

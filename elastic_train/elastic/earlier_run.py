@@ -26,7 +26,7 @@ from elastic_train.elastic.world_report import new_incident
 from elastic_train.errors import FormationFailed, ObjectStoreError, SnapshotsInUse
 from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.rendezvous.launch import max_nodes_of
-from elastic_train.runlog.goodput import process_start_ticks, seconds_since_process_start
+from elastic_train.runlog.goodput import process_identity, seconds_since_process_start
 from elastic_train.runlog.reader import value_of
 from elastic_train.storage.bucket_owner import BucketRecord
 from elastic_train.storage.past_snapshots import NOTHING_SEEN, PastSnapshots, read_past_snapshots
@@ -75,8 +75,8 @@ class EarlierRun:
             versions=versions(),
             device=str(worker.device),
             task=worker.task.describe(),
-            started_ticks=process_start_ticks(),
             max_nodes=max_nodes_of(launch, os.environ),
+            **process_identity(),
             **({} if self._back is None else {"was": self._back.uid}),
             **({} if self._fresh_record is None else {"is_anew": True}),
             seconds=startup_seconds(worker),

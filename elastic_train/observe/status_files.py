@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic_train.runlog.reader import Line, float_of, int_of, member_of, read_events, read_json, time_of
-from elastic_train.system import process_stat
+from elastic_train.system import pid_namespace, process_stat
 from elastic_train.world import host_name
 
 NEWEST_FILES = 64
@@ -112,9 +112,10 @@ def _newest_members(workers: Iterable[WorkerLines]) -> set[str]:
 
 
 def process_is_alive(start: Line) -> bool | None:
-    """Whether the process that wrote this `start` event lives; None if it is none of this machine's."""
+    """Whether the process that wrote this `start` event lives; None if it is none of this machine's, or of a container
+    whose pids are others here, whatever host name it has."""
     pid = int_of(start, "pid")
-    if pid is None or start.get("host") != host_name():
+    if pid is None or start.get("host") != host_name() or start.get("pid_namespace") not in (None, pid_namespace()):
         return None
     state, ticks = process_stat(pid)
     if state == "?":

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
-from elastic_train.system import process_stat
+from elastic_train.system import pid_namespace, process_stat
 
 
 class Phase(StrEnum):
@@ -194,3 +194,9 @@ def process_start_ticks() -> int | None:
     """When this process started, in the kernel's ticks since the machine did; None where /proc does not tell."""
     _, ticks = process_stat(os.getpid())
     return int(ticks) if ticks else None
+
+
+def process_identity() -> dict[str, int | str | None]:
+    """What a file says of this process beside host and pid, so that its reader knows it from all others:
+    `started_ticks` and `pid_namespace`; see status_files.py."""
+    return {"started_ticks": process_start_ticks(), "pid_namespace": pid_namespace()}

@@ -20,10 +20,11 @@ from elastic_train.observe.status import RunState, Status
 from elastic_train.observe.status_files import process_is_alive
 from elastic_train.observe.status_table import describe, to_json
 from elastic_train.runlog import reader
-from elastic_train.runlog.goodput import process_start_ticks
+from elastic_train.runlog.goodput import process_identity, process_start_ticks
 from elastic_train.runlog.reader import read_events
 from elastic_train.storage.snapshot import FORMAT_VERSION
 from elastic_train.wording import duration, human_bytes
+from elastic_train.world import host_name
 
 NOW = 1_700_000_000.0
 LENGTH, BATCH, EPOCHS = 1437, 64, 30
@@ -548,11 +549,19 @@ def test_processes_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (-year, year):
         found = process_is_alive(started("here", os.getpid(), now + error, started_ticks=ticks))
         assert found is True, "the clock has been set right since"
+    assert process_is_alive(started("here", os.getpid(), now, **process_identity())) is True
     child = subprocess.Popen([sys.executable, "-c", "pass"], stdin=subprocess.DEVNULL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert process_is_alive(started("here", child.pid, now)) is False, "a zombie"
     child.wait()
     assert process_is_alive(started("here", child.pid, now)) is False
+
+
+@pytest.mark.parametrize("pid", [os.getpid(), 2**22 + 1], ids=["another's", "nobody's"])
+def test_nobody_can_tell_of_a_container_that_has_the_name_of_its_host(pid: int) -> None:
+    """Its pids are those of other processes here, or of none."""
+    start = {"event": "start", "host": host_name(), "pid": pid, "time": time.time(), **process_identity()}
+    assert process_is_alive({**start, "pid_namespace": "pid:[1]"}) is None
 
 
 def test_durations_and_sizes() -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from elastic_train.runlog.goodput import process_start_ticks
+from elastic_train.runlog.goodput import process_identity
 from elastic_train.runlog.reader import read_json
 from elastic_train.tools.audit.audit import audit_history, conclude, describe
 from elastic_train.tools.audit.history import read_history
@@ -99,7 +99,7 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
         started=time.time(),
         host=host_name(),
         pid=os.getpid(),
-        started_ticks=process_start_ticks(),
+        **process_identity(),
     )
     cluster = Cluster(
         settings.run_dir,
