@@ -218,14 +218,13 @@ def _missing(world: list[Line], result: Line | None, current_result: Line | None
 
 
 def _newest_start(workers: list[WorkerLines]) -> tuple[int | None, list[WorkerLines], list[WorkerLines]]:
-    """(the newest generation, its workers, those that started after it and are in none)."""
+    """(the newest generation, its workers, those that wrote after it and are in none). By the one clock that they have
+    in common, that of the file system."""
     generation = max((g for worker in workers if (g := worker.generation) is not None), default=None)
     current = [worker for worker in workers if worker.generation == generation]
-    newest_time = max((float(worker.last["time"]) for worker in current), default=0.0)
+    newest = max((worker.written for worker in current), default=0.0)
     newcomers = [
-        worker
-        for worker in workers
-        if generation is not None and worker.generation is None and float(worker.last["time"]) > newest_time
+        worker for worker in workers if generation is not None and worker.generation is None and worker.written > newest
     ]
     return generation, current, newcomers
 

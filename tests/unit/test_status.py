@@ -301,6 +301,23 @@ def test_a_new_start_of_a_stopped_run(files: Files) -> None:
     assert found.num_epochs == EPOCHS, "the run's own"
 
 
+@pytest.mark.parametrize(("first_ahead", "second_ahead"), [(3600.0, 0.0), (0.0, -3600.0), (-3600.0, 3600.0)])
+def test_a_new_start_on_a_host_whose_clock_is_another(files: Files, first_ahead: float, second_ahead: float) -> None:
+    first = files.worker(0, "far", started=NOW - 900)
+    first.ahead = first_ahead
+    first.enter(0, NOW - 890)
+    first.write("done", NOW - 800, outcome="failed", error="x")
+    second = files.worker(0, started=NOW - 3, start_number=1)
+    second.ahead = second_ahead
+    second.write("warning", NOW - 2, message="waits")
+    found = read(files, True)
+    assert (found.state, found.error) == (RunState.STARTING, None)
+    second.write("done", NOW - 1, outcome="failed", error="y")
+    found = read(files, False)
+    assert found.state is RunState.FAILED
+    assert found.notes == ("a later start, 3.0 s ago, failed: y",)
+
+
 def test_a_refused_second_job_does_not_hide_the_first(files: Files) -> None:
     first = files.worker(0, started=NOW - 900)
     first.enter(0, NOW - 890)
