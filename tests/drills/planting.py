@@ -71,7 +71,7 @@ def fail(run_dir: Path, member: str, time: float) -> None:
 def with_wall(result: Line, wall: float) -> Line:
     phases = {name: value for name, value in result["goodput"].items() if name not in ("wall", "ratio", "down")}
     phases["down"] = wall - sum(phases.values())
-    return {"wall_seconds": wall, "goodput": {**phases, "wall": wall, "ratio": 0.0}}
+    return {"wall_seconds": wall, "goodput": {**phases, "wall": wall, "ratio": phases["train"] / wall}}
 
 
 def snapshot_of(run_dir: Path, step: int) -> Path:

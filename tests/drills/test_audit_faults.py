@@ -84,6 +84,37 @@ def test_an_incident_of_which_the_result_says_that_it_took_too_long(run_dir: Pat
     assert "peer_lost: result.json says 40.00 s, limit 36 s" in only_failure(run_dir, "incidents")
 
 
+def test_an_incident_of_which_the_result_does_not_tell(run_dir: Path) -> None:
+    edit_json(run_dir / "result.json", lambda result: {**result, "incidents": []})
+    told = "incidents: peer_lost before generation 1: result.json has no incident of it"
+    assert only_failure(run_dir, "incidents") == told
+    edit_lines(events_of(run_dir), lambda lines: [line for line in lines if line["event"] != "step"])
+    assert told not in audit(run_dir).reasons, "a world that broke at once is told of in the next one's"
+
+
+def test_an_incident_of_which_the_result_does_not_name_who_was_lost(run_dir: Path) -> None:
+    def rename(result: Line) -> Line:
+        return {**result, "incidents": [{**result["incidents"][0], "lost_members": ["d/0/14"]}]}
+
+    edit_json(run_dir / "result.json", rename)
+    assert only_failure(run_dir, "incidents") == (
+        "incidents: peer_lost before generation 1: its incident in result.json does not name c/0/13, lost by the events"
+    )
+
+
+def test_incidents_of_which_the_result_need_not_tell(run_dir: Path) -> None:
+    def of_before(result: Line) -> Line:
+        """Of a version that noted no generation, and named the lost by other names."""
+        one = {name: value for name, value in result["incidents"][0].items() if name != "generation"}
+        return {**result, "incidents": [{**one, "lost_members": []}]}
+
+    edit_json(run_dir / "result.json", of_before)
+    assert audit(run_dir).passed, audit(run_dir).reasons
+    edit_json(run_dir / "result.json", lambda result: {**result, "incidents": []})
+    restart(run_dir, 3, "snapshot", 3)
+    assert verdicts(audit(run_dir))["incidents"] is CheckOutcome.PASS, "the state of a snapshot is from before it"
+
+
 def test_a_fault_that_was_got_over_too_late(run_dir: Path) -> None:
     mark_as_drill(run_dir)
     path = run_dir / "drill" / "faults.jsonl"
@@ -168,6 +199,11 @@ def test_a_worker_that_was_lost_before_a_world_that_never_stood(run_dir: Path, i
         ],
     )
     edit_lines(ledger_of(run_dir, b), lambda lines: list(filter(is_of(0), lines)))
+
+    def tell(result: Line) -> Line:
+        return {**result, "incidents": [{**result["incidents"][0], "generation": 2, "lost_members": [c, b]}]}
+
+    edit_json(run_dir / "result.json", tell)
     mark_as_drill(run_dir)
     lost = "losses: b/0/12 of node2 was lost before generation 2, and no fault was injected there"
     assert only_failure(run_dir, "losses") == lost
@@ -333,6 +369,15 @@ def test_phases_that_do_not_sum_to_the_wall(run_dir: Path) -> None:
 
     edit_json(run_dir / "result.json", lose)
     assert "the phases sum to 2.400 s, the wall is 2.600 s" in only_failure(run_dir, "phases")
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "says"),
+    [("wall", 12345.0, "the wall is 12345, and it is 2.6"), ("ratio", 0.99, "the ratio is 0.99, and it is 0.384615")],
+)
+def test_a_goodput_that_is_not_of_its_phases(run_dir: Path, name: str, told: float, says: str) -> None:
+    edit_json(run_dir / "result.json", lambda result: {**result, "goodput": {**result["goodput"], name: told}})
+    assert only_failure(run_dir, "phases") == f"phases: goodput says that {says}"
 
 
 def test_a_wall_that_forgets_a_part_of_the_run(run_dir: Path) -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PHASE_TOLERANCE = 0.05
 """seconds: what rounding may take"""
+RATIO_TOLERANCE = 1e-6
+"""relative: numbers of one moment, of which the one is worked out from the other"""
 LOSS_TOLERANCE = 0.1
 """relative: how far the mean loss of a `fast` run may be from the undisturbed one's; that of a single step tells how
 easy its samples were"""
@@ -198,6 +200,13 @@ def check_phases(history: History) -> Found:
     total = sum(seconds.values())
     if abs(total - wall) > PHASE_TOLERANCE:
         findings.append(f"the phases sum to {total:.3f} s, the wall is {wall:.3f} s")
+    ratio = seconds.get("train", 0.0) / wall if wall > 0 else 0.0
+    for name, told, expected in (
+        ("wall", phases.get("wall", wall), wall),
+        ("ratio", phases.get("ratio", ratio), ratio),
+    ):
+        if not math.isclose(float(told), expected, rel_tol=RATIO_TOLERANCE, abs_tol=RATIO_TOLERANCE):
+            findings.append(f"goodput says that the {name} is {told:g}, and it is {expected:g}")
     if history.kept and result.get("step") == history.last_step:
         began, ended = _begun(history), max(life.ended for life in history.lives)
         if wall < history.kept[-1].time - began - WALL_TOLERANCE:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
+from collections.abc import Iterator
 
 from elastic_train.tools.audit.finding import Found, Skip
 from elastic_train.tools.audit.history import History, PastWorld
@@ -23,9 +25,9 @@ def check_incidents(history: History) -> Found:
     faults = [fault for fault in history.drill.faults if fault.injected_at is not None] if history.drill else []
     outages = outages_of(history)
     num_incidents = len(history.worlds[1:]) if history.final_result is None else len(incidents)
-    if not incidents and not faults and not outages:
+    findings = list(_untold(history))
+    if not incidents and not faults and not outages and not findings:
         raise Skip("nothing happened")
-    findings = []
     limits = _limits(history)
     worlds = {world.generation: world for world in history.worlds}
     for outage in outages:
@@ -60,6 +62,30 @@ def check_incidents(history: History) -> Found:
     told += f"; {done_again} committed steps done again" if done_again else ""
     counts = ((num_incidents, "incident"), (len(faults), "fault"), (len(outages), "outage"))
     return ", ".join(count(n, what) for n, what in counts) + told, findings
+
+
+def _untold(history: History) -> Iterator[str]:
+    """Worlds that trained in place of others of which result.json tells otherwise than the events, since the run was
+    restored last: its incidents are of the state. Those of versions before have no generation."""
+    result = history.final_result
+    entries = [] if result is None else [dict(entry) for entry in result.get("incidents") or ()]
+    if result is None or any("generation" not in entry for entry in entries):
+        return
+    worlds = list(itertools.takewhile(lambda world: not _is_restored(world), reversed(history.worlds)))
+    by_generation = {int(entry["generation"]): entry for entry in entries}
+    for world in reversed(worlds):
+        if world.generation not in history.steps_of:  # broken at once, it is told of in the next one's
+            continue
+        what = f"{world.cause} before generation {world.generation}"
+        if (entry := by_generation.get(world.generation)) is None:
+            yield f"{what}: result.json has no incident of it"
+        elif missing := world.lost.difference(map(str, entry.get("lost_members") or ())):
+            yield f"{what}: its incident in result.json does not name {', '.join(sorted(missing))}, lost by the events"
+
+
+def _is_restored(world: PastWorld) -> bool:
+    """Whether its state may have come from no member of the world before."""
+    return world.cause == "start" or any(source != "peer" for source, _ in world.restores.values())
 
 
 def _may_lose(history: History, time: float) -> bool:
