@@ -428,6 +428,13 @@ def test_two_groups_of_one_generation(run_dir: Path) -> None:
     assert "generation 1 has 2 memberships: [a/0/11, b/0/12] and [b/0/12]" in reasons
 
 
+@pytest.mark.parametrize("step", [1, 4])
+def test_members_of_one_generation_that_begin_at_different_steps(run_dir: Path, step: int) -> None:
+    change(events_of(run_dir, MEMBERS[1]), is_second_world, step=step)
+    steps = " and ".join(map(str, sorted((3, step))))
+    assert f"generations: generation 1 began at different steps: {steps}" in audit(run_dir).reasons
+
+
 def test_two_groups_that_train_at_the_same_time(run_dir: Path) -> None:
     """c is cut off, starts from the snapshot of step 3, and trains beside a and b as a generation of its own."""
 

@@ -37,8 +37,8 @@ class PastWorld:
     """`start`, `peer_lost`, `join`, `leave` or `states_differ`; `start` for every world of new processes"""
     time: float
     """when the last member said that it stands"""
-    step: int
-    """committed steps when it began"""
+    steps: tuple[int, ...]
+    """the different numbers of committed steps with which it began; as with its memberships"""
     lost: frozenset[str]
     left: frozenset[str]
     joined: frozenset[str]
@@ -51,6 +51,11 @@ class PastWorld:
     @property
     def members(self) -> tuple[str, ...]:
         return self.memberships[0]
+
+    @property
+    def step(self) -> int:
+        """Committed steps when it began."""
+        return self.steps[-1]
 
     @property
     def restored_from(self) -> str | None:
@@ -301,7 +306,7 @@ def _world(generation: int, lines: list[Line], restores: Mapping[str, tuple[str,
         memberships=tuple(dict.fromkeys(tuple(map(str, line["members"])) for line in lines)),
         cause=str(first["cause"]),
         time=max(float(line["time"]) for line in lines),
-        step=max(int(line["step"]) for line in lines),
+        steps=tuple(sorted({int(line["step"]) for line in lines})),
         lost=frozenset(member for line in lines for member in line.get("lost_members", ())),
         left=frozenset(member for line in lines for member in line.get("left_members", ())),
         joined=frozenset(member for line in lines for member in line.get("joined_members", ())),

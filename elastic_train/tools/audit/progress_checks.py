@@ -221,6 +221,9 @@ def check_generations(history: History) -> Found:
         if len(world.memberships) > 1:
             groups = " and ".join(f"[{', '.join(members)}]" for members in world.memberships)
             findings.append(f"generation {world.generation} has {len(world.memberships)} memberships: {groups}")
+        if len(world.steps) > 1:
+            steps = " and ".join(map(str, world.steps))
+            findings.append(f"generation {world.generation} began at different steps: {steps}")
         if len(set(world.members)) < len(world.members):
             findings.append(f"generation {world.generation} has a member twice")
     for before, after in itertools.pairwise(history.worlds):
