@@ -1,9 +1,9 @@
 """`--metrics-port`: what a run is doing, for Prometheus to scrape, from the first worker of every node.
 
 Each node tells of the whole run: step, loss, members, incidents and goodput are the same on all of them, so any one is
-enough, and none of them has to move when rank 0 does. Only the snapshots are told by who wrote them, and
-`may_be_taken` by each node of itself. Several nodes of one host share the port: one of them has it, and another takes
-over with the next world.
+enough, and none of them has to move when rank 0 does. A spare, which has no state, tells of the world alone. Only the
+snapshots are told by who wrote them, and `may_be_taken` by each node of itself. Several nodes of one host share the
+port: one of them has it, and another takes over with the next world.
 
 The training thread leaves its numbers here, at most once a second; a thread of its own answers.
 """
@@ -112,7 +112,7 @@ class Metrics:
     # --- what the training thread tells -------------------------------------------------------------------------------
 
     def enter(self, world: World, state: TrainState) -> None:
-        """A world stands, and `state` is everybody's."""
+        """A world stands, and `state` is everybody's; a spare's is not looked at."""
         self._started_at = self._started_at or time.time()
         self._world = world
         self._rate.restart()
@@ -150,34 +150,38 @@ class Metrics:
                 self._serve()
         now = self._updated_at = time.monotonic()
         self._rate.update(now)
+        self._committed_at = committed_at or self._committed_at
+        self._of_run = (*self._of_world(world), *(() if world.is_spare else self._of_state(state, loss)))
+
+    def _of_world(self, world: World) -> Iterator[Family]:
+        nodes = world.num_nodes
+        yield _one("started_time_seconds", "Unix time of this worker's first world", self._started_at)
+        yield _one("generation", "number of the present world", world.generation)
+        yield _one("members", "workers that train", world.world_size)
+        yield _one("nodes", "nodes in the world, which could train: spares too", nodes)
+        yield _one("training_nodes", "nodes that train", world.num_training_nodes)
+        yield _one("max_nodes", "nodes that the job is to have, by --nnodes", self._max_nodes)
+        yield _one("wanted_nodes", "that would find a place", max(0, self._max_nodes - nodes))
+
+    def _of_state(self, state: TrainState, loss: float | None) -> Iterator[Family]:
         recoveries = [(str(entry["cause"]), sum(entry["seconds"].values())) for entry in state.incidents]
         incidents: Counter[str] = Counter(dict.fromkeys(CAUSES, 0))
         recovery_seconds = dict.fromkeys(CAUSES, 0.0)
         for cause, seconds in recoveries:
             incidents[cause] += 1
             recovery_seconds[cause] = recovery_seconds.get(cause, 0.0) + seconds
-        self._committed_at = committed_at or self._committed_at
-        phases, nodes = state.clock.totals(), world.num_nodes
+        phases, committed_at = state.clock.totals(), self._committed_at
+        yield _one("step", "committed steps of the run", state.step)
+        yield _one("loss", "of the last step, over its whole batch", loss)
+        yield _one("step_committed_time_seconds", "Unix time at which a step was last committed", committed_at)
+        yield _one("samples_per_second", "over all workers, the last few seconds", self._rate.per_second)
         ratio = goodput(phases)["ratio"]
+        yield _one("goodput_ratio", "share of the wall time of the run in steps that were kept", ratio)
+        yield "phase_seconds", "where the wall time of the run went", "phase", phases
+        yield "incidents", "over the whole run", "cause", incidents
+        yield "recovery_seconds", "over the whole run", "cause", recovery_seconds
         last = recoveries[-1][1] if recoveries else None
-        self._of_run = (
-            _one("step", "committed steps of the run", state.step),
-            _one("loss", "of the last step, over its whole batch", loss),
-            _one("step_committed_time_seconds", "Unix time at which a step was last committed", self._committed_at),
-            _one("started_time_seconds", "Unix time of this worker's first world", self._started_at),
-            _one("samples_per_second", "over all workers, the last few seconds", self._rate.per_second),
-            _one("generation", "number of the present world", world.generation),
-            _one("members", "workers that train", world.world_size),
-            _one("nodes", "nodes in the world, which could train: spares too", nodes),
-            _one("training_nodes", "nodes that train", world.num_training_nodes),
-            _one("max_nodes", "nodes that the job is to have, by --nnodes", self._max_nodes),
-            _one("wanted_nodes", "that would find a place", max(0, self._max_nodes - nodes)),
-            _one("goodput_ratio", "share of the wall time of the run in steps that were kept", ratio),
-            ("phase_seconds", "where the wall time of the run went", "phase", phases),
-            ("incidents", "over the whole run", "cause", incidents),
-            ("recovery_seconds", "over the whole run", "cause", recovery_seconds),
-            _one("last_recovery_seconds", "from what interrupted training last to its going on", last),
-        )
+        yield _one("last_recovery_seconds", "from what interrupted training last to its going on", last)
 
     def close(self) -> None:
         """Stop answering, and give the port back."""

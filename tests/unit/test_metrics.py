@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,6 +94,26 @@ def test_a_notice_that_stands_is_told(stack: ExitStack) -> None:
     )
     stack.enter_context(closing(metrics)).enter(world(3), state())
     assert [scrape(port)["elastic_train_may_be_taken",] for _ in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize("was_a_worker", [False, True])
+def test_a_spare_tells_of_the_world_alone(stack: ExitStack, warnings: list[str], was_a_worker: bool) -> None:
+    """It has no state, or one of before: beside the workers' its numbers would be of another run."""
+    port = free_port()
+    metrics = make(stack, port, warnings)
+    of_state = {"step", "loss", "goodput_ratio", "incidents", "phase_seconds", "recovery_seconds", "samples_per_second"}
+    of_state |= {"last_recovery_seconds", "step_committed_time_seconds"}
+    if was_a_worker:
+        metrics.enter(world(2), state(step=5))
+        metrics.step(state(step=6), 0.25, 64)
+        assert scrape(port)["elastic_train_step",] > 0
+    metrics.enter(replace(world(3, generation=4), rank=2, max_world_size=2), state(step=0))
+    found = scrape(port)
+    assert not of_state & {name.removeprefix("elastic_train_") for name, *_ in found}
+    names = ("generation", "members", "nodes", "training_nodes", "max_nodes", "wanted_nodes", "may_be_taken")
+    assert [found[f"elastic_train_{name}",] for name in names] == [4, 2, 3, 2, 4, 1, 0]
+    metrics.enter(world(2, generation=5), state(step=9))
+    assert scrape(port)["elastic_train_step",] == 9, "it has stepped in"
 
 
 def test_everything_that_is_promised_is_told(stack: ExitStack, warnings: list[str]) -> None:
