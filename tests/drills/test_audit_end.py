@@ -265,6 +265,26 @@ def test_a_node_that_ends_long_after_the_last_step(run_dir: Path) -> None:
     assert "node1 ended 2998 s after the last step, limit 60 s" in only_failure(run_dir, "end")
 
 
+def test_a_drill_of_one_of_whose_workers_there_is_no_file(run_dir: Path) -> None:
+    events_of(run_dir, MEMBERS[2]).unlink()
+    found = audit(run_dir)
+    assert found.passed, "its node may have a run directory of its own"
+    assert "c/0/13" in found.notes[0]
+    mark_as_drill(run_dir)
+    found = audit(run_dir)
+    assert "end: of c/0/13, a member of a world, there is no file in events/" in found.reasons
+    assert not found.notes, "the nodes of a drill have one run directory"
+
+
+def test_a_worker_of_the_last_world_that_no_node_had(run_dir: Path) -> None:
+    mark_as_drill(run_dir)
+    edit_lines(
+        run_dir / "drill" / "nodes.jsonl", lambda lines: [line for line in lines if line.get("member") != MEMBERS[1]]
+    )
+    told = "end: b/0/12 was in the last world, and was seen on no node of the drill"
+    assert only_failure(run_dir, "end") == told
+
+
 def test_an_orphan_process(run_dir: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as orphan:
         here = {"host": host_name(), "pid": orphan.pid, "time": time.time()}

@@ -68,7 +68,8 @@ class Audit:
     is_of_a_live_run: bool = False
     """its end is still to come"""
     elsewhere: tuple[str, ...] = ()
-    """workers of the run of whom there is no file: they may have written into another directory"""
+    """workers of the run of whom there is no file: they may have written into another directory; of a drill's check_end
+    says it"""
 
     @property
     def passed(self) -> bool:
@@ -110,7 +111,7 @@ def audit_history(history: History) -> Audit:
         promise = "one line of training"
         return Audit((Check("branches", promise, CheckOutcome.FAIL, "nothing else was looked at", (mixed,)),))
     checks = tuple(_run(name, promise, check, history) for name, promise, check in CHECKS)
-    return Audit(checks, is_live(history), history.elsewhere)
+    return Audit(checks, is_live(history), history.elsewhere if history.drill is None else ())
 
 
 def _run(name: str, promise: str, check: Callable[[History], Found], history: History) -> Check:

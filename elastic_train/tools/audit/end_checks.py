@@ -45,6 +45,8 @@ def check_end(history: History) -> Found:
     findings = []
     if history.drill is not None and history.drill.settings.get("interrupted") is True:
         findings.append("the drill was interrupted, so that its job was ended and the faults to come were not injected")
+    if history.drill is not None:  # whose nodes have one run directory
+        findings += [f"of {name}, a member of a world, there is no file in events/" for name in history.elsewhere]
     if not history.is_finished:
         return f"step {history.last_step}", [*findings, _why_not_finished(history)]
     if history.result is None:
@@ -91,7 +93,11 @@ def _wrong_ends(history: History, drill: DrillRecord) -> Iterable[str]:
     ends = {line["node"]: line for line in drill.nodes if line["what"] == "ended"}
     phases = dict((history.result or {}).get("goodput") or {})
     limit = ENDING_SECONDS + sum(float(phases.get(name) or 0.0) for name in ("evaluate", "snapshot"))
-    for node in sorted({drill.node_of[member] for member in history.worlds[-1].members if member in drill.node_of}):
+    nodes = {member: drill.node_of.get(member) for member in history.worlds[-1].members}
+    for member, found in nodes.items():
+        if found is None:
+            yield f"{member} was in the last world, and was seen on no node of the drill"
+    for node in sorted({found for found in nodes.values() if found is not None}):
         if node not in ends:
             yield f"{node} finished, but its torchrun did not end"
             continue
