@@ -190,7 +190,19 @@ def test_without_a_ledger_nothing_is_claimed(run_dir: Path) -> None:
 
     for member in MEMBERS:
         edit_lines(events_of(run_dir, member), ask_for_one)
-    assert "steps were committed with --ledger, and nothing is in ledger/" in only_failure(run_dir, "ledger")
+    lost = "ledger: steps were committed with --ledger, and nothing is in ledger/"
+    assert only_failure(run_dir, "ledger") == lost
+    restart(run_dir, LAST_STEP, "snapshot", LAST_STEP)
+
+    def continue_without(lines: list[Line]) -> list[Line]:
+        start = next(line for line in lines if line["event"] == "start")
+        return [*lines, {**start, "time": START + 4.9, "config": {**start["config"], "ledger": False}}]
+
+    edit_lines(events_of(run_dir), continue_without)
+    assert only_failure(run_dir, "ledger") == lost, "the newest start had none, and those of before had"
+    config = read_all(events_of(run_dir))[-1]["config"]
+    change(events_of(run_dir), lambda line: line["event"] == "start", config=config)
+    assert verdicts(audit(run_dir))["ledger"] is CheckOutcome.SKIPPED, "in each generation somebody had none"
 
 
 # --- the steps --------------------------------------------------------------------------------------------------------

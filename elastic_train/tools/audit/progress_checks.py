@@ -28,7 +28,8 @@ def check_ledger(history: History) -> Found:
     """The contract's law: of each committed step count the lines of its largest generation; every index occurs once per
     epoch, and never twice. Where the run was continued without --ledger, there is nothing to check."""
     if not history.ledger:
-        if history.config.get("ledger") and history.steps:
+        has_asked = any((start.get("config") or {}).get("ledger") for start in history.starts)
+        if has_asked and any(step.generation not in history.without_ledger for step in history.kept):
             return "no ledger", ["steps were committed with --ledger, and nothing is in ledger/"]
         raise Skip("no ledger; the worker's --ledger writes one")
     length, batch = history.length, history.batch
