@@ -165,7 +165,7 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
     current_result = result if result is not None and (step is None or int_of(result, "step") == step) else None
     quarantined = quarantines_of(world, now) if is_there else ()
     billed = newest_with_bill(current_result, world)
-    accuracy_step, test_metrics = _newest_evaluation(world, result)
+    accuracy_step, test_metrics = _newest_evaluation(workers, step, result)
     return Status(
         run_dir=run_dir,
         state=state,
@@ -372,14 +372,22 @@ def _best(world: list[Line], result: Line | None) -> Line | None:
     return found if int_of(found, "step") is not None and float_of(found, "metric") is not None else None
 
 
-def _newest_evaluation(world: list[Line], result: Line | None) -> tuple[int | None, dict[str, float]]:
-    """Committed steps when it was, and what it found by name."""
-    found = [(int_of(line, "step") or 0, dict_of(line, "metrics")) for line in world if line["event"] == "evaluation"]
+def _newest_evaluation(
+    workers: list[WorkerLines], last: int | None, result: Line | None
+) -> tuple[int | None, dict[str, float]]:
+    """Committed steps when it was, and what it found by name; in whatever world, of a step that is not undone.
+
+    Args:
+        last: committed steps of the run.
+    """
+    lines = (line for worker in workers for line in worker.lines if line["event"] == "evaluation")
+    in_order = sorted(lines, key=lambda line: int_of(line, "generation") or 0)
+    found = [(int_of(line, "step") or 0, dict_of(line, "metrics")) for line in in_order]
     if result is not None:
         found.append((int_of(result, "step") or 0, dict_of(result, "test_metrics")))
-    known = [(step, metrics) for step, metrics in found if metrics]
+    known = [(step, metrics) for step, metrics in found if metrics and (last is None or step <= last)]
     if not known:
         return None, {}
-    step, metrics = max(known, key=itemgetter(0))
+    step, metrics = max(reversed(known), key=itemgetter(0))
     numbers = {name: float_of(metrics, name) for name in metrics}
     return step, {name: math.nan if value is None else value for name, value in numbers.items()}  # null: not finite

@@ -359,6 +359,28 @@ def test_result_and_evaluation(files: Files) -> None:
     assert found.notes == ("result.json is of an earlier end, at step 20",)
 
 
+def test_an_evaluation_outlasts_the_world_in_which_it_was(files: Files) -> None:
+    first, second = (files.worker(rank, started=NOW - 900) for rank in range(2))
+    for worker in (first, second):
+        worker.enter(0, NOW - 890)
+    first.train(1, 40, NOW - 800)
+    first.write("evaluation", NOW - 799, accuracy=0.9, metrics={"accuracy": 0.9, "loss": 0.3})
+    second.enter(1, NOW - 700, "peer_lost", members=("b",))
+    second.train(41, 46, NOW - 690)
+    found = read(files, True)
+    assert (found.test_accuracy, found.accuracy_step) == (0.9, 40)
+    assert found.test_metrics == {"accuracy": 0.9, "loss": 0.3}
+    assert dict(describe(found, NOW))["test accuracy"] == "90.00% at step 40"
+    second.line["step"] = 30
+    second.enter(2, NOW - 600, members=("b",))
+    second.train(31, 35, NOW - 590)
+    found = read(files, True)
+    assert (found.test_accuracy, found.test_metrics) == (None, {}), "it was of a step that is undone"
+    second.train(36, 40, NOW - 580)
+    second.write("evaluation", NOW - 579, accuracy=0.8, metrics={"accuracy": 0.8})
+    assert read(files, True).test_accuracy == 0.8, "of one step the newest counts"
+
+
 def test_the_best_metric_is_that_of_the_newest_line_that_has_one_and_of_the_result(files: Files) -> None:
     worker = files.worker(0, started=NOW - 900)
     worker.enter(0, NOW - 890)
