@@ -116,6 +116,12 @@ def test_flags_after_the_dashes_are_the_workers(tmp_path: Path) -> None:
     [
         (("--nodes", "1"), "--nodes 1"),
         (("--duration", "0"), "--duration"),
+        (("--duration", "nan"), "--duration nan: must be a positive number"),
+        (("--duration", "inf"), "--duration inf: must be a positive number"),
+        (("--every", "inf"), "--every inf: must be a positive number"),
+        (("--every", "1e-300"), "--duration 60: is longer than 100,000 faults"),
+        (("--every", "5", "--duration", "1e300"), "faults, one every 5 s"),
+        (("--faults", "kill,join", "--duration", "1e300"), "faults, one every 5 s"),
         (("--faults", "earthquake"), "no 'earthquake'"),
         (("--faults", "partition"), "needs network namespaces"),
         (("--scenario", "x.toml", "--every", "5"), "goes without"),

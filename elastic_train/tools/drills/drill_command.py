@@ -33,6 +33,8 @@ TASK_FLAGS = ("--task", "--dataset", "--model")
 OWNED_FLAGS = ("--run-dir", "--fresh", "--snapshot-dir")
 """flags of the worker that the drill sets itself, or that would spoil it"""
 EVERY_SECONDS = 5.0
+MOST_FAULTS = 100_000
+"""of a drill: of five seconds each they take six days"""
 SHARE_TRAINED = 0.8
 """of a long schedule, about: the rest is incidents, and fewer nodes are slower"""
 
@@ -134,8 +136,13 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
             raise UsageError(f"--{name} {getattr(arguments, name)}: must be at least {least}")
     for name in ("duration", "every"):
         value = getattr(arguments, name)
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < math.inf:
             raise UsageError(f"--{name} {value}: must be a positive number of seconds")
+    every = arguments.every or EVERY_SECONDS
+    if arguments.duration > MOST_FAULTS * every:
+        raise UsageError(
+            f"--duration {arguments.duration:g}: is longer than {MOST_FAULTS:,} faults, one every {every:g} s"
+        )
 
 
 def _why_no_network(arguments: argparse.Namespace) -> str | None:
