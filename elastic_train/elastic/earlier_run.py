@@ -11,6 +11,8 @@ from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 
+import torch
+
 from elastic_train.branches import BRANCH, Branch, id_of
 from elastic_train.elastic.connect import Return
 from elastic_train.elastic.handover import Check
@@ -74,6 +76,7 @@ class EarlierRun:
             config=config_of(worker),
             versions=versions(),
             device=str(worker.device),
+            **({"gpu": torch.cuda.get_device_name(worker.device)} if worker.device.type == "cuda" else {}),
             task=worker.task.describe(),
             max_nodes=max_nodes_of(launch, os.environ),
             **process_identity(),

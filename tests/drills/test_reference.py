@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.drills import reference
 from elastic_train.tools.drills.jobs import BUNDLED_TASK
 from elastic_train.tools.drills.program import DrilledProgram
-from elastic_train.tools.drills.reference import ReferenceFailed, facts_of, kept_at, undisturbed
+from elastic_train.tools.drills.reference import ReferenceFailed, device_of, facts_of, kept_at, undisturbed
 from elastic_train.tools.drills.user_code import digests
 
 SCRIPT = """
@@ -21,7 +22,9 @@ run_dir = Path(sys.argv[sys.argv.index("--run-dir") + 1])
 (run_dir / "events").mkdir(parents=True)
 line = {"event": "step", "generation": 0, "step": 7, "loss": 0.5, "epoch": 0, "world_size": 1}
 times = {"time": time.time(), "monotonic": time.monotonic()}
-(run_dir / "events" / "host-0-1.jsonl").write_text(json.dumps(line | times) + "\\n")
+start = {"event": "start", "generation": None, "step": 0, **helper.DEVICE}
+lines = [json.dumps(one | times) + "\\n" for one in (start, line)]
+(run_dir / "events" / "host-0-1.jsonl").write_text("".join(lines))
 with open("runs.txt", "a") as file:
     file.write("run\\n")
 time.sleep(helper.SECONDS)
@@ -31,18 +34,22 @@ time.sleep(helper.SECONDS)
 PROGRAM = DrilledProgram(("script.py",))
 
 
+def write_helper(folder: Path, *, seconds: float = 0.0, **device: str) -> None:
+    (folder / "helper.py").write_text(f"SECONDS = {seconds}\nDEVICE = {device}\n")
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "script.py").write_text(SCRIPT)
-    (tmp_path / "helper.py").write_text("SECONDS = 0.0\n")
+    write_helper(tmp_path)
     return tmp_path
 
 
-def run(folder: Path, *flags: str) -> list[str]:
+def run(folder: Path, *flags: str, device: str | None = None) -> list[str]:
     """What is said."""
     said: list[str] = []
-    found = undisturbed(flags, cwd=folder, program=PROGRAM, log=said.append, last_step=9)
+    found = undisturbed(flags, cwd=folder, program=PROGRAM, log=said.append, last_step=9, device=device)
     assert (found["step"], found["early_loss"], found["late_loss"]) == (7, 0.5, None)
     return said
 
@@ -57,7 +64,7 @@ def test_it_is_kept_while_code_flags_and_versions_are_the_same(folder: Path) -> 
     [again] = run(folder)
     assert "kept from an earlier drill" in again
     assert num_runs(folder) == 1
-    (folder / "helper.py").write_text("SECONDS = 0.001\n")
+    write_helper(folder, seconds=0.001)
     [anew] = run(folder)
     assert f"anew, for {folder / 'helper.py'} changed" in anew
     run(folder)
@@ -71,6 +78,30 @@ def test_another_version_of_a_package_is_told(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(reference, "distributions", lambda: [])
     [anew] = run(folder)
     assert "anew, for the installed packages changed" in anew
+
+
+def test_another_device_is_told(folder: Path) -> None:
+    """As where CUDA_VISIBLE_DEVICES hides the GPUs once, or two machines have one home directory."""
+    write_helper(folder, device="cuda:0", gpu="GPU 1")
+    [first] = run(folder, device="cuda GPU 1")
+    assert "for the next drill" in first
+    for device in ("cuda GPU 1", None):
+        [again] = run(folder, device=device)
+        assert "kept from an earlier drill" in again
+    for device in ("cpu", "cuda GPU 2"):
+        [anew] = run(folder, device=device)
+        assert "anew, for the device changed" in anew
+
+
+@pytest.mark.parametrize(
+    ("start", "device"),
+    [({"device": "cpu"}, "cpu"), ({"device": "cuda:3", "gpu": "NVIDIA H100"}, "cuda NVIDIA H100"), ({}, "unknown")],
+)
+def test_what_a_run_has_trained_on(tmp_path: Path, start: dict[str, str], device: str) -> None:
+    line = {"event": "start", "time": 1.0, "generation": None, "step": 0, **start}
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "host-0-1.jsonl").write_text(json.dumps(line) + "\n")
+    assert device_of(read_history(tmp_path)) == device
 
 
 def test_a_file_that_a_flag_names_counts(folder: Path) -> None:
@@ -89,7 +120,7 @@ def test_where_flags_name_data_it_is_run_each_time(folder: Path) -> None:
 
 def test_how_far_it_is_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "TELL_SECONDS", 0.2)
-    (folder / "helper.py").write_text("SECONDS = 1.0\n")
+    write_helper(folder, seconds=1.0)
     assert "step 7 of 9" in run(folder)[-1]
 
 

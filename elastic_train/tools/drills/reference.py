@@ -19,7 +19,7 @@ from elastic_train.errors import ElasticTrainError
 from elastic_train.runlog.reader import read_json
 from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.system import processor_facts
-from elastic_train.tools.audit.history import read_history
+from elastic_train.tools.audit.history import History, read_history
 from elastic_train.tools.drills.nodes import clean_environment, dying_with_parent
 from elastic_train.tools.drills.program import BUNDLED_PROGRAM, DrilledProgram
 from elastic_train.tools.drills.user_code import digests
@@ -28,6 +28,8 @@ from elastic_train.tools.drills.watch import RunWatch
 REFERENCE_SECONDS = 3600.0
 TELL_SECONDS = 10.0
 """between two lines about a run that is not over"""
+DEVICE = "the device"
+"""the name of that fact, which the run itself tells"""
 FILE_FLAGS = ("--init-from", "--data-dir")
 PROCESSOR_FACTS = ("vendor_id", "cpu family", "model", "model name", "flags")
 
@@ -43,18 +45,20 @@ def undisturbed(
     program: DrilledProgram = BUNDLED_PROGRAM,
     log: Callable[[str], None] = print,
     last_step: int | None = None,
+    device: str | None = None,
 ) -> dict[str, Any]:
     """result.json of the program with these flags in one process, and `early_loss` and `late_loss` as of History.
 
     It is kept for the same program, flags and, where code is the user's, `cwd`, and used again while the same are: the
     user's code (the script or the task's module, and what it imports that is not installed), the files that flags name,
-    all installed packages' versions, elastic_train's code and the kind of processor. Other files that the code reads
-    are not known: who changes them deletes what is kept. A job whose flags name a folder of data or a snapshot is run
-    anew each time. Blocks for the training.
+    all installed packages' versions, elastic_train's code, the device and the kind of processor. Other files that the
+    code reads are not known: who changes them deletes what is kept. A job whose flags name a folder of data or a
+    snapshot is run anew each time. Blocks for the training.
 
     Args:
         log: prints a line of where it comes from, why one that is kept will not do, and how far it is.
         last_step: of the job, for these lines.
+        device: on which a job with these flags trains here, as of `device_of`; None where it is not known.
 
     Raises:
         ReferenceFailed: it did not end well; the message has its last line.
@@ -62,7 +66,9 @@ def undisturbed(
     kept = kept_at(program, flags, cwd)
     facts = facts_of(program, flags, cwd)
     found = (read_json(kept) if kept is not None else None) or {}
-    changed = changes(found.get("facts"), facts)
+    kept_facts = dict(found.get("facts") or {})
+    used = kept_facts.get(DEVICE) if device is None else device
+    changed = changes(kept_facts, facts if used is None else facts | {DEVICE: used})
     what = "the same job undisturbed, to compare with"
     if kept is not None and found and not changed:
         log(f"{what}: kept from an earlier drill in {kept}")
@@ -70,10 +76,10 @@ def undisturbed(
     why = f", anew, for {', '.join(changed)} changed" if found else ""
     log(f"{what}{why} ({f'kept in {kept} for the next drill' if kept else 'not kept: its flags name data'}) ...")
     with tempfile.TemporaryDirectory(prefix="elastic-train-reference-") as folder:
-        result = _run(flags, program, Path(folder), cwd, log, last_step)
+        result, used = _run(flags, program, Path(folder), cwd, log, last_step)
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(kept, json.dumps({"facts": facts, "result": result}).encode())
+        write_atomic(kept, json.dumps({"facts": {**facts, DEVICE: used}, "result": result}).encode())
     return result
 
 
@@ -84,7 +90,8 @@ def _run(
     cwd: Path,
     log: Callable[[str], None],
     last_step: int | None,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], str]:
+    """The result, and on which device it was trained."""
     run_dir, errors_path, started = folder / "run", folder / "log", time.monotonic()
     watch = RunWatch(run_dir)
     with errors_path.open("wb") as errors:
@@ -114,7 +121,14 @@ def _run(
         last = (errors_path.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
         raise ReferenceFailed(f"the undisturbed run ended with code {process.returncode}: {last}")
     history = read_history(run_dir)
-    return result | {"early_loss": history.early_loss, "late_loss": history.late_loss}
+    return result | {"early_loss": history.early_loss, "late_loss": history.late_loss}, device_of(history)
+
+
+def device_of(history: History) -> str:
+    """On which the newest worker of a run has trained: `cpu`, or `cuda` and the GPU's name."""
+    start = history.starts[-1] if history.starts else {}
+    kind = str(start.get("device", "unknown")).partition(":")[0]
+    return f"{kind} {start['gpu']}" if "gpu" in start else kind
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
