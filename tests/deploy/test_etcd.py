@@ -289,7 +289,8 @@ def test_three_members_as_the_page_starts_them(tmp_path: Path) -> None:
         network.close()
 
 
-def test_a_local_cluster_lives_until_it_is_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP], ids=["Ctrl-C", "a terminal that closes"])
+def test_a_local_cluster_lives_until_it_is_ended(tmp_path: Path, signum: signal.Signals) -> None:
     log = tmp_path / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -310,7 +311,7 @@ def test_a_local_cluster_lives_until_it_is_ended(tmp_path: Path) -> None:
         members[0].kill()
         wait_until(lambda: "m0 has ended, 2 of 3 are left" in log.read_text(), "word of the lost member")
         assert look_at_etcd(settings, "none").is_usable
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signum)
         assert process.wait(60) == 0
         assert not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in members)
         assert not folder.exists()

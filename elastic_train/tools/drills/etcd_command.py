@@ -19,7 +19,7 @@ POLL_SECONDS = 0.2
 
 
 def serve_etcd(arguments: argparse.Namespace) -> int:
-    """Start the members, say how to use them, and end them all on SIGINT or SIGTERM.
+    """Start the members, say how to use them, and end them all on SIGINT, SIGTERM or SIGHUP.
 
     Raises:
         EtcdMissing: there is no etcd on this machine. TooSlow: it does not become healthy. UsageError: the folder
@@ -35,8 +35,9 @@ def serve_etcd(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise UsageError(f"--dir {arguments.dir}: {error.strerror}") from error
     ended: list[int] = []
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda received, _frame: ended.append(received))
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(signum, lambda received, _frame: ended.append(received))
     folder = (arguments.dir or Path(tempfile.mkdtemp(prefix="elastic-train-etcd-"))).absolute()
     try:
         cluster = EtcdCluster(folder, arguments.members)
