@@ -118,7 +118,8 @@ class Status:
 def missing(run_dir: Path) -> RunDirectoryError:
     if is_url(run_dir):
         return RunDirectoryError(f"{run_dir} is no run directory; elastic-train snapshot list shows what is at a URL")
-    return RunDirectoryError(f"{run_dir} does not exist; --run-dir of the training says where the run is")
+    what = "is not a directory" if run_dir.exists() else "does not exist"
+    return RunDirectoryError(f"{run_dir} {what}; --run-dir of the training says where the run is")
 
 
 def read_status(run_dir: Path, now: float, is_alive: IsAlive | None = None) -> Status:

@@ -118,6 +118,14 @@ def test_no_run_is_an_error_and_no_verdict(tmp_path: Path, capsys: pytest.Captur
     assert "PASS" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["audit", "report"])
+def test_a_file_is_no_run_directory(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "result.json").write_text("{}")
+    assert main([command, str(tmp_path / "result.json")]) == 1
+    said = f"{tmp_path / 'result.json'} is not a directory; --run-dir of the training says where the run is"
+    assert capsys.readouterr().err == f"elastic-train: error: {said}\n"
+
+
 def test_it_reads_without_writing(run_dir: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     audit(run_dir)
