@@ -169,19 +169,20 @@ def test_a_worker_that_failed_although_no_fault_was_injected_there(run_dir: Path
     assert "c/0/13 of node3 was lost before generation 1, and no fault was injected there" in reasons
 
 
-@pytest.mark.parametrize("is_told_by_the_world", [True, False])
-def test_a_worker_that_was_lost_before_a_world_that_never_stood(run_dir: Path, is_told_by_the_world: bool) -> None:
+@pytest.mark.parametrize("told_by", ["world", "peer_lost", "nobody"])
+def test_a_worker_that_was_lost_before_a_world_that_never_stood(run_dir: Path, told_by: str) -> None:
     """Generation 1, without c, broke while it formed: a went on alone as generation 2, and b was told to end."""
     a, b, c = MEMBERS
     of_b = {line["step"]: line["indices"] for line in read_all(ledger_of(run_dir, b)) if line["generation"] == 1}
 
     def go_on_alone(lines: list[Line]) -> list[Line]:
         alone = {"generation": 2, "world_size": 1}
-        world = {"members": [a], "lost_members": [b] if is_told_by_the_world else []}
+        world = {"members": [a], "lost_members": [b] if told_by == "world" else []}
         lines = [{**line, **world} if is_second_world(line) else line for line in lines]
         lost = next(line for line in lines if line["event"] == "peer_lost")
         also = {**lost, "time": lost["time"] + 0.02, "lost_members": [b], "error": "b/0/12 is silent"}
-        lines.insert(lines.index(lost) + 1, also)
+        if told_by == "peer_lost":
+            lines.insert(lines.index(lost) + 1, also)
         return [{**line, **alone} if line["generation"] == 1 else line for line in lines]
 
     def is_left_out(lines: list[Line]) -> list[Line]:

@@ -39,12 +39,15 @@ def check_losses(history: History) -> Found:
 
 
 def _gone(history: History) -> Iterator[tuple[str, float, str]]:
-    """(member, when, how). A worker that others went on without says so itself; it is lost in their next world."""
-    on_the_way = _lost_on_the_way(history)
+    """(member, when, how). A worker that others went on without says so itself; it is lost in their next world, whether
+    that names it or not."""
+    on_the_way, before = _lost_on_the_way(history), frozenset[str]()
     for world in history.worlds:
-        lost = dict.fromkeys(world.lost, world.time)
-        for member, time in {**on_the_way.get(world.generation, {}), **lost}.items():
+        missed = before.difference(world.members, world.left) if world.cause != "start" else ()
+        lost = {**dict.fromkeys(missed, world.time), **on_the_way.get(world.generation, {})}
+        for member, time in {**lost, **dict.fromkeys(world.lost, world.time)}.items():
             yield member, time, f"was lost before generation {world.generation}"
+        before = frozenset(world.members)
         for member in world.left:
             yield member, world.time, f"left before generation {world.generation}"
     for line in history.of("done"):
