@@ -49,7 +49,7 @@ FRESH_SECONDS = 3.0
 HANGING_SECONDS = 30.0
 """after which another greeting is begun where one is not answered; each one keeps a thread"""
 HOLDER = "elastic_train/holder"
-"""the run id of who serves this sign"""
+"""the run id of who serves this sign, which has it from its first milliseconds"""
 
 
 _hanging: dict[Address, tuple[float, queue.SimpleQueue[Store | RuntimeError]]] = {}
@@ -57,7 +57,7 @@ _hanging: dict[Address, tuple[float, queue.SimpleQueue[Store | RuntimeError]]] =
 
 
 class Stranger(StoreUnreachable):
-    """What listens there answers, and not as a store."""
+    """What listens there answers, and not as a sign."""
 
 
 class Mute(StoreUnreachable):
@@ -92,6 +92,14 @@ def reach(address: Address) -> TorchStore:
     if isinstance(found, RuntimeError):
         raise Stranger(f"what listens at {host}:{port} is no store: {first_line(found)}") from found
     return TorchStore(found, timedelta(seconds=CALL_SECONDS))
+
+
+def reach_sign(address: Address) -> TorchStore:
+    """The same of one that a job of ours serves, and not anybody's torchrun, which has the same port by default."""
+    store = reach(address)
+    if store.get(HOLDER) is None:
+        raise Stranger(f"what listens at {address[0]}:{address[1]} is a store of another kind")
+    return store
 
 
 def _listening(ips: Sequence[str], port: int) -> str:
@@ -217,8 +225,7 @@ class Signposts:
             for number in range(len(self._endpoints)):
                 try:
                     store = self._client(number)
-                    holder = store.get(HOLDER)
-                    texts = [store.get(key) for key in (self._key, self._key_of_beginning)]
+                    holder, *texts = store.get_many([HOLDER, self._key, self._key_of_beginning])
                     is_asked = texts[0] is None and number > 0 and self._may_begin
                     first = store.get(self._key_of_first) if is_asked else None
                 except StoreUnreachable as error:
@@ -389,5 +396,5 @@ class Signposts:
     def _client(self, number: int) -> KeyValueStore:
         store = self._clients.get(number)  # another thread may lose it meanwhile
         if store is None:
-            store = self._clients[number] = reach(self._endpoints[number])
+            store = self._clients[number] = reach_sign(self._endpoints[number])
         return store

@@ -281,6 +281,36 @@ def test_a_stranger_at_the_endpoint_is_an_error_after_a_while(
         assert "\n" not in str(told.value)
 
 
+def test_a_store_that_is_no_sign_of_ours_is_a_stranger_and_is_left_as_it_is(
+    make: Make, clock: Clock, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody's torchrun serves one at localhost:29400, where --rdzv-endpoint says nothing else."""
+    monkeypatch.setattr(signposts, "KEEP_SECONDS", 0.02)
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    store.set("theirs", "")
+    before = store.num_keys()
+    posts, member = make(port), make(port, is_host=False)
+    asked, ask = threading.Semaphore(0), member._client
+
+    def count(number: int) -> Any:
+        asked.release()
+        return ask(number)
+
+    monkeypatch.setattr(member, "_client", count)
+    member.show([A], "token")
+    assert look(posts, clock) == ()
+    assert posts.is_silent, "nobody of this job answers"
+    assert not posts.is_beginner(), "its port is taken"
+    clock.now += STRANGER_SECONDS / 2
+    assert look(posts, clock) == (), "a sign that is being put up looks like one"
+    clock.now += STRANGER_SECONDS
+    with pytest.raises(StoreUnreachable, match=f"what listens at localhost:{port} is no rendezvous"):
+        look(posts, clock)
+    for _ in range(4):  # of two looks after the endpoint one is over
+        assert asked.acquire(timeout=DEADLINE)
+    assert store.num_keys() == before, "nothing is written there"
+
+
 def test_a_stranger_that_has_gone_meanwhile_is_forgotten(make: Make, clock: Clock, port: int) -> None:
     posts = make(port)
     with listening(port, HTTP):
