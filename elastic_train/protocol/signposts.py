@@ -51,7 +51,6 @@ HANGING_SECONDS = 30.0
 HOLDER = "elastic_train/holder"
 """the run id of who serves this sign, which has it from its first milliseconds"""
 
-
 _hanging: dict[Address, tuple[float, queue.SimpleQueue[Store | RuntimeError]]] = {}
 """greetings that have not been answered, with when they were begun: a host that is frozen answers when it wakes"""
 
@@ -221,7 +220,7 @@ class Signposts:
             if now < self._looked_at + LOOK_SECONDS:
                 return self._seen
             found: list[Address] = []
-            is_anybody_there = False
+            is_anybody_there, wrong = False, None
             for number in range(len(self._endpoints)):
                 try:
                     store = self._client(number)
@@ -230,7 +229,7 @@ class Signposts:
                     first = store.get(self._key_of_first) if is_asked else None
                 except StoreUnreachable as error:
                     self._clients.pop(number, None)
-                    self._note_failure(number, now, error)
+                    wrong = wrong or self._lasting(number, now, error)
                     continue
                 is_anybody_there = True
                 self._strange_since.pop(number, None)
@@ -242,6 +241,8 @@ class Signposts:
             self._alone_since = None if is_anybody_there else self._alone_since or now
             self._seen = tuple(dict.fromkeys([*found, *self._earlier()]))
             self._looked_at = self._clock()
+            if wrong is not None and not (found or self._has_world or 0 in self._servers):
+                raise wrong
             if self._alone_since is not None and now - self._alone_since > self._timeout and not self._is_local(0):
                 raise StoreUnreachable(
                     f"nobody answers at {self.describe()} for {self._timeout:.0f} s: start a node on the machine of "
@@ -250,8 +251,8 @@ class Signposts:
             return self._seen
 
     def _require_own(self, number: int, holder: str | None) -> None:
-        """Raises: StoreUnreachable where another job has the endpoint."""
-        if holder is not None and holder != self._run_id and number == 0 and number not in self._servers:
+        """Raises: StoreUnreachable where another job has the endpoint, and this process no world."""
+        if holder != self._run_id and number == 0 and number not in self._servers and not self._has_world:
             host, port = self._endpoints[number]
             raise StoreUnreachable(
                 f"run id {holder!r} has {host}:{port}, and this is run id {self._run_id!r}: give each job a port of "
@@ -275,22 +276,22 @@ class Signposts:
                 f"--rdzv-endpoint={theirs}: each would begin a job; give all nodes the same list"
             )
 
-    def _note_failure(self, number: int, now: float, error: StoreUnreachable) -> None:
-        """Raises: StoreUnreachable where it will not pass, and has lasted long enough."""
+    def _lasting(self, number: int, now: float, error: StoreUnreachable) -> StoreUnreachable | None:
+        """What is wrong at an endpoint, where it will not pass, and has lasted long enough."""
         is_taken = number == 0 and self._is_taken and not self._has_world
         if not is_taken and not isinstance(error, Stranger | Mute):
             self._strange_since.pop(number, None)
-            return
+            return None
         since = self._strange_since.setdefault(number, now)
         if now - since <= (min(MUTE_SECONDS, self._timeout) if isinstance(error, Mute) else STRANGER_SECONDS):
-            return
+            return None
         host, port = self._endpoints[number]
         if isinstance(error, Stranger | Mute):
-            raise StoreUnreachable(
+            return StoreUnreachable(
                 f"what listens at {host}:{port} is no rendezvous of elastic_train: another program has that port; "
                 "choose another --rdzv-endpoint"
             )
-        raise StoreUnreachable(
+        return StoreUnreachable(
             f"port {port} of this machine is taken on another address than {host}: choose another --rdzv-endpoint"
         )
 
@@ -387,10 +388,9 @@ class Signposts:
         if number == 0 and self._is_host is not None:
             return self._is_host
         looked_at, found = self._local.get(number, (-math.inf, False))
-        now = self._clock()
-        if now - looked_at > NAME_SECONDS:
+        if self._clock() - looked_at > NAME_SECONDS:
             found = is_local(self._endpoints[number][0])
-            self._local[number] = now, found
+            self._local[number] = self._clock(), found
         return found
 
     def _client(self, number: int) -> KeyValueStore:

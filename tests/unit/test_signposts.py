@@ -171,6 +171,13 @@ def test_another_run_at_the_endpoint_is_told_in_one_line(make: Make, clock: Cloc
     assert not isinstance(told.value, Stranger)
 
 
+def test_another_run_at_the_endpoint_hides_no_member_from_others(make: Make, clock: Clock, port: int) -> None:
+    one, member = make(port, run_id="one"), make(port, run_id="other", earlier=lambda: [B])
+    assert one.is_beginner()
+    member.keep(has_world=True)
+    assert look(member, clock) == (B,)
+
+
 def test_another_run_at_a_further_endpoint_is_passed_over(make: Make, clock: Clock, port: int) -> None:
     further = free_port()
     stranger, one, other = make(further, run_id="another"), make(port), make(port, further)
@@ -309,6 +316,27 @@ def test_a_store_that_is_no_sign_of_ours_is_a_stranger_and_is_left_as_it_is(
     for _ in range(4):  # of two looks after the endpoint one is over
         assert asked.acquire(timeout=DEADLINE)
     assert store.num_keys() == before, "nothing is written there"
+
+
+def test_a_stranger_at_one_endpoint_hides_nothing_of_the_others(make: Make, clock: Clock, port: int) -> None:
+    strange, further = free_port(), free_port()
+    one, newcomer = make(port), make(strange, port)
+    behind, member = make(port, strange), make(strange, further, earlier=lambda: [B], is_host=False)
+    assert one.is_beginner()
+    one.show([A], "token")
+    member.keep(has_world=True)
+    with listening(strange, HTTP):
+        for _ in range(2):
+            assert look(newcomer, clock) == (A,), "by the other endpoint"
+            assert look(behind, clock) == (A,)
+            assert look(member, clock) == (B,), "by the run directory, where a world needs no endpoint"
+            clock.now += 2 * STRANGER_SECONDS
+        one.close()
+        until(lambda: is_free(port))
+        assert behind.is_beginner()
+        assert look(behind, clock) == (), "it serves the first one itself"
+        with pytest.raises(StoreUnreachable, match=f"what listens at localhost:{strange} is no rendezvous"):
+            look(newcomer, clock)
 
 
 def test_a_stranger_that_has_gone_meanwhile_is_forgotten(make: Make, clock: Clock, port: int) -> None:
