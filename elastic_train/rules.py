@@ -114,6 +114,8 @@ def right_hashes(found: Sequence[tuple[int, int]]) -> frozenset[int] | None:
 
 DATA_BY = "training set by its "
 """begins what members compare of their data, see data_identity.py"""
+ITEMS = f"{DATA_BY}items"
+"""of those who may read them; --num-workers says who, in which nodes may differ"""
 LENGTHS = {
     f"{name}_length": f"the {kind} set has {{ours}} samples here and {{theirs}}"
     for name, kind in (("train", "training"), ("test", "test"))
@@ -122,11 +124,22 @@ LENGTHS = {
 
 def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """The first entry that differs: (name, our value, their value); None where all agree. The task comes first, and
-    what it trains before flags: they differ as well where it does."""
+    what it trains before flags: they differ as well where it does. Who has read no items differs in none."""
     for name in sorted(ours.keys() | theirs.keys(), key=lambda name: (name.startswith("--"), name != "task", name)):
-        if ours.get(name) != theirs.get(name):
+        if ours.get(name) != theirs.get(name) and (name != ITEMS or (name in ours and name in theirs)):
             return name, ours.get(name), theirs.get(name)
     return None
+
+
+def agreeing(members: Sequence[Member], reference: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Member, ...]]:
+    """What they say together, and those who agree with `reference` and with each other. Of two who contradict each
+    other where the reference says nothing the first counts."""
+    common, found = dict(reference), []
+    for one in members:
+        if disagreement(common, one.agreement) is None:
+            common = {**one.agreement, **common}
+            found.append(one)
+    return common, tuple(found)
 
 
 def require_agreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], their_name: str) -> None:

@@ -9,7 +9,7 @@ from elastic_train.protocol.agreement import Decision, Standing
 from elastic_train.protocol.job import InQueue
 from elastic_train.protocol.join_queue import Size, Waiting, by_newest, is_start_due, ready_nodes, without_nodes_of
 from elastic_train.protocol.store import ListingStore
-from elastic_train.rules import disagreement, next_generation
+from elastic_train.rules import agreeing, next_generation
 from elastic_train.world import Member
 
 TURN_SECONDS = 1.0
@@ -99,8 +99,9 @@ class CentralQueue:
     def _begin(self, members: tuple[Member, ...], after: Standing | None) -> None:
         if not members:
             return
-        reference = json.loads(self._store.create(f"{self._prefix}/fact/agreement", json.dumps(members[0].agreement)))
-        fitting = tuple(one for one in members if disagreement(reference, one.agreement) is None)
+        agreement, _ = agreeing(members, members[0].agreement)
+        reference = json.loads(self._store.create(f"{self._prefix}/fact/agreement", json.dumps(agreement)))
+        _, fitting = agreeing(members, reference)
         seen = [one.max_generation for one in fitting]
         generation = next_generation([*seen, after.generation if after else None])
         lost = tuple(range(len(after.members))) if after else ()

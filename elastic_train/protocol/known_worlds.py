@@ -17,7 +17,7 @@ from elastic_train.protocol.job import Admitted
 from elastic_train.protocol.join_queue import Waiting, admitted_key
 from elastic_train.protocol.laws import Voters
 from elastic_train.protocol.store import Clients, KeyValueStore, OwnStore, append, entries, scoped
-from elastic_train.rules import disagreement, next_generation
+from elastic_train.rules import agreeing, next_generation
 from elastic_train.world import Member, World
 
 CARRIED_FACTS = ("job_token", "run_uid", "agreement")
@@ -209,9 +209,9 @@ class Newcomers:
     def begin(self, members: tuple[Member, ...]) -> None:
         """Make the first world of some, by order of rank."""
         first = members[0]
-        fitting = tuple(one for one in members if disagreement(first.agreement, one.agreement) is None)
+        agreement, fitting = agreeing(members, first.agreement)
         facts = {name: text for name in CARRIED_FACTS if (text := self._own.get(f"fact/{name}")) is not None}
-        facts.setdefault("agreement", json.dumps(first.agreement))
+        facts.setdefault("agreement", json.dumps(agreement))
         generation = next_generation([one.max_generation for one in fitting])
         decision = Decision(generation, self._draw_uid(), ranks=(), new=fitting, facts=facts)
         self._own.put("begun", decision.uid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,13 +14,14 @@ from typing import Any, cast
 import pytest
 
 from elastic_train.branches import BRANCH, Branch
-from elastic_train.errors import FormationFailed, StoreUnreachable
+from elastic_train.errors import FormationFailed, Refused, StoreUnreachable
 from elastic_train.protocol import known_worlds
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.job import Admitted, Denied, Job, KnownMembers, Place
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.plan import Plan, Preparation, mark
+from elastic_train.rules import ITEMS
 from elastic_train.world import Member, World
 from tests.contract.forms import FORMS, MIN_NODES, PATIENCE, PEER_TIMEOUT, Form, PeersInMemory, eventually, member
 
@@ -99,6 +101,29 @@ def test_a_job_begins_with_one_list(form: Form) -> None:
     _, worlds = begin(form)
     assert [world.rank for world in worlds] == [0, 1, 2]
     assert all(world.uid == worlds[0].uid and world.members == worlds[0].members for world in worlds)
+
+
+def test_two_that_contradict_each_other_do_not_begin_together_whatever_the_first_one_says(form: Form) -> None:
+    """It says nothing of its items, for its loader processes read them; two others have read theirs."""
+    says = {0: {}, 1: {ITEMS: "cats"}, 2: {ITEMS: "dogs"}}
+    jobs = {number: form.job(number) for number in says}
+    worlds: list[World] = []
+
+    def look() -> bool:
+        for number, job in jobs.items():
+            with suppress(Refused):  # etcd's, by itself
+                if job.find():
+                    member = replace(form.member(number), agreement=says[number])
+                    place = job.look_from_queue(Waiting(member, 1))
+                    worlds.extend([place.world] if isinstance(place, Admitted) else [])
+        return len(worlds) >= 2
+
+    assert eventually(form, look), "it begins"
+    assert len({world.uid for world in worlds}) == 1
+    numbers = {int(one.uid.removeprefix("uid")) for one in worlds[0].members}
+    assert numbers in ({0, 1}, {0, 2})
+    [its] = [says[number] for number in numbers - {0}]
+    assert json.loads(jobs[0].fact("agreement") or "") == its, "the one left reads what it is refused for"
 
 
 def test_a_newcomer_is_admitted(form: Form) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from elastic_train.errors import Refused
-from elastic_train.rules import DATA_BY, require_agreement, spread
+from elastic_train.rules import DATA_BY, ITEMS, require_agreement, spread
 from elastic_train.training.data_identity import identify, identify_code
 
 
@@ -73,6 +73,17 @@ def test_a_refusal_says_where_names_differ() -> None:
     assert told(Files(NAMES), Files(NAMES[1:])).startswith(
         "the training set has 100 samples here and 99 on the run: this worker is refused; "
     )
+
+
+def test_nodes_with_and_without_loader_processes_train_together() -> None:
+    reading, not_reading = (
+        {f"{DATA_BY}{name}": value for name, value in found(Files(NAMES), may_read=may_read).items()}
+        for may_read in (True, False)
+    )
+    assert ITEMS in reading
+    assert ITEMS not in not_reading
+    require_agreement(reading, not_reading, "the run")
+    require_agreement(not_reading, reading, "the run")
 
 
 def test_millions_of_names_are_not_walked_through() -> None:

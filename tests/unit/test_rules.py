@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,11 @@ from hypothesis import strategies as st
 
 from elastic_train.errors import Refused
 from elastic_train.rules import (
+    DATA_BY,
+    ITEMS,
     Activity,
     MemberActivity,
+    agreeing,
     common_backend,
     connected,
     disagreement,
@@ -186,6 +190,30 @@ def test_disagreement_names_the_first_entry_and_both_values() -> None:
     assert disagreement({"a": 1}, {}) == ("a", 1, None)
     assert disagreement({}, {"a": 1}) == ("a", None, 1)
     assert disagreement({"a": {"x": 1}}, {"a": {"x": 2}}) == ("a", {"x": 1}, {"x": 2})
+
+
+def test_items_count_where_both_have_read_them() -> None:
+    """Where loader processes read, they are not, and one node may have some and another one none."""
+    unread, cats, dogs = {"a": 1}, {"a": 1, ITEMS: "cats"}, {"a": 1, ITEMS: "dogs"}
+    assert disagreement(unread, cats) is None
+    assert disagreement(cats, unread) is None
+    assert disagreement(cats, dogs) == (ITEMS, "cats", "dogs")
+    assert disagreement(cats, {**unread, f"{DATA_BY}names": "n"}) == (f"{DATA_BY}names", None, "n")
+    assert disagreement({**cats, "a": 2}, unread) == ("a", 2, 1)
+
+
+def test_those_agree_whose_items_nobody_contradicts() -> None:
+    unread, cats, dogs, other = {"a": 1}, {"a": 1, ITEMS: "cats"}, {"a": 1, ITEMS: "dogs"}, {"a": 2, ITEMS: "cats"}
+
+    def found(*agreements: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        members = [replace(MEMBER, agreement=one) for one in agreements]
+        common, fitting = agreeing(members, agreements[0])
+        return common, [dict(one.agreement) for one in fitting]
+
+    assert found(unread, unread) == (unread, [unread, unread])
+    assert found(unread, cats, dogs, unread, cats) == (cats, [unread, cats, unread, cats])
+    assert found(dogs, unread, cats) == (dogs, [dogs, unread])
+    assert found(unread, other, dogs) == (dogs, [unread, dogs])
 
 
 @given(*[st.dictionaries(st.sampled_from("abc"), st.integers(0, 1))] * 2)
