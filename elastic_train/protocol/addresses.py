@@ -15,6 +15,8 @@ from elastic_train.errors import UsageError, first_line
 from elastic_train.protocol.names import look_up
 
 DEFAULT_PORT, MAX_PORT = 29400, 65535
+NOBODY, NOBODY_V6 = "192.0.2.1", "2001:db8::1"
+"""for documentation alone: TEST-NET-1 (RFC 5737), RFC 3849"""
 
 
 def normalize_endpoint(text: str) -> str:
@@ -65,7 +67,7 @@ def address_towards(host: str, port: int, warn: Callable[[str], None]) -> str:
     """
     default = "127.0.0.1"
     with suppress(OSError):
-        default = source_address("192.0.2.1", 9)  # TEST-NET-1 (RFC 5737), which is nobody
+        default = source_address(NOBODY, 9)
     try:
         ip = look_up(host)[0]
     except (OSError, ValueError) as error:
@@ -94,6 +96,33 @@ def source_address(ip: str, port: int) -> str:
     with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as asker:
         asker.connect((ip, port))
         return str(asker.getsockname()[0])
+
+
+def is_local(host: str) -> bool:
+    """Whether a name or address is this machine's. Blocks as `look_up`."""
+    with suppress(OSError, ValueError):  # ValueError: of a name that is none
+        return any(map(_is_own, look_up(host)))
+    return False
+
+
+def _is_own(ip: str) -> bool:
+    """Whether a socket can be bound to an address. Beside keepalived any address can (net.ipv4.ip_nonlocal_bind): then,
+    whether the kernel goes from it to itself."""
+    if not _can_bind(ip):
+        return False
+    if not _can_bind(NOBODY_V6 if ":" in ip else NOBODY):
+        return True
+    with suppress(OSError):  # there may be no route
+        source = source_address(ip, 9)
+        return source == ip or ipaddress.ip_address(source).is_loopback
+    return False
+
+
+def _can_bind(ip: str) -> bool:
+    with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as trial:
+        trial.bind((ip, 0))
+        return True
+    return False
 
 
 def use_interface_of(address: str) -> None:

@@ -50,14 +50,3 @@ def _look_up(host: str, found: Future[list[str]]) -> None:
 def _addresses(host: str, flags: int = 0) -> list[str]:
     found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=flags)
     return [str(address[0]) for _, _, _, _, address in found]
-
-
-def is_local(host: str) -> bool:
-    """Whether a name or address is this machine's: a socket can be bound to it. Blocks as `look_up`."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError: of a name that is none
-        for ip in look_up(host):
-            family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
-                trial.bind((ip, 0))
-                return True
-    return False

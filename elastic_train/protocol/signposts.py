@@ -24,7 +24,8 @@ from datetime import timedelta
 from torch.distributed import Store, TCPStore
 
 from elastic_train.errors import StoreUnreachable, first_line, going_on
-from elastic_train.protocol.names import is_local, look_up
+from elastic_train.protocol.addresses import is_local
+from elastic_train.protocol.names import look_up
 from elastic_train.protocol.store import KeyValueStore, TorchStore, connect
 from elastic_train.system import close_sockets_at
 from elastic_train.world import Address
@@ -169,8 +170,7 @@ class Signposts:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._endpoints, self._run_id, self._timeout, self._clock = tuple(endpoints), run_id, timeout, clock
-        self._name = uuid.uuid4().hex
-        self._earlier, self._is_host = earlier, is_host
+        self._name, self._earlier, self._is_host = uuid.uuid4().hex, earlier, is_host
         self._local: dict[int, tuple[float, bool]] = {}
         """whether an endpoint is on this machine, with when its name was looked up"""
         self._servers: dict[int, TCPStore] = {}

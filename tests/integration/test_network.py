@@ -7,6 +7,9 @@ only each other, an endpoint of several addresses.
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +60,33 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
         cluster.close()
         network.close()
         record.close()
+
+
+BINDS_ANY = """
+ip link set lo up && ip link add v0 type veth peer name v1 && ip link set v1 up && ip link set v0 up || exit 1
+ip address add 10.77.9.1/24 dev v0 && ip address add 10.77.8.1/32 dev v0 || exit 1
+ip address add fd77::1/64 dev v0 nodad || exit 77
+echo 1 > /proc/sys/net/ipv4/ip_nonlocal_bind && echo 1 > /proc/sys/net/ipv6/ip_nonlocal_bind || exit 77
+exec "$@"
+"""
+OWN = ("127.0.0.1", "::1", "10.77.9.1", "10.77.8.1", "fd77::1")
+OTHERS = ("10.77.9.2", "10.77.8.2", "fd77::2")
+
+
+def test_a_host_that_may_bind_any_address_takes_none_for_its_own() -> None:
+    """As beside keepalived: each node would take itself for the first endpoint's host, and begin a job."""
+    code = f"""
+from elastic_train.protocol.addresses import _can_bind, is_local
+
+found = [ip for ip in {OWN + OTHERS!r} if is_local(ip)]
+print(*found, all(map(_can_bind, {OTHERS!r})))
+"""
+    as_root = () if os.geteuid() == 0 else ("--user", "--map-root-user")
+    command = ["unshare", *as_root, "--net", "sh", "-c", BINDS_ANY, "sh", sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if ended.returncode == 77:
+        pytest.skip(f"no IPv6, or a /proc/sys that cannot be written to: {ended.stderr}")
+    assert (ended.stdout.split(), ended.stderr) == ([*OWN, "True"], "")
 
 
 def cut_off(*places: Place) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,11 +22,11 @@ from torch.distributed import HashStore, TCPStore
 from elastic_train.elastic.barriers import Waits
 from elastic_train.elastic.connect import finder_of
 from elastic_train.errors import StoreUnreachable
+from elastic_train.protocol import addresses, signposts
 from elastic_train.protocol import names as protocol_names
-from elastic_train.protocol import signposts
+from elastic_train.protocol.addresses import is_local, source_address
 from elastic_train.protocol.join_queue import UNCALLED_SECONDS
 from elastic_train.protocol.launcher import Launcher
-from elastic_train.protocol.names import is_local
 from elastic_train.protocol.signposts import (
     STRANGER_SECONDS,
     Signposts,
@@ -799,6 +799,19 @@ def test_names_of_this_machine(host: str) -> None:
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no-such-host.invalid", "no..name"])
 def test_names_of_other_machines(host: str) -> None:
     assert not is_local(host)
+
+
+def test_where_any_address_can_be_bound_the_kernel_says_which_are_this_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By net.ipv4.ip_nonlocal_bind, as beside keepalived; in earnest in integration/test_network.py."""
+    monkeypatch.setattr(addresses, "_can_bind", lambda _ip: True)
+    with suppress(OSError):
+        assert is_local(source_address(addresses.NOBODY, 9)), "of the default route, where there is one"
+    for ip in ("127.0.0.1", "127.0.0.2", "0.0.0.0"):
+        assert is_local(ip)
+    for ip in (addresses.NOBODY, "198.51.100.1", "2001:db8::2"):
+        assert not is_local(ip)
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
