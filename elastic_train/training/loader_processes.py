@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,6 +29,8 @@ BEGIN_SECONDS = 20.0
 """that a forked process may take for its first line, which needs nothing but a processor"""
 POLL_SECONDS = 0.002
 MOST_STARTS = 3
+_ending: list[threading.Thread] = []
+"""each ends the processes of a loader that was let go"""
 _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
@@ -39,7 +43,8 @@ def open_loader(
     pin_memory: bool = False,
     at_most: int | None = None,
 ) -> Iterator[Any]:
-    """What a DataLoader with `config`'s processes reads, in the sampler's order. Blocks until they have begun.
+    """What a DataLoader with `config`'s processes reads, in the sampler's order. Blocks until they have begun, and
+    until those of the loader before the last one have ended; to let it go does not block.
 
     A process that is forked in the very moment in which another thread holds a lock of the interpreter waits for it for
     ever, before its first line (python/cpython#112275, before 3.12), and training waits for its batch. It is killed
@@ -66,12 +71,16 @@ def open_loader(
             **(options if num_workers else {}),
         )
 
-    if num_workers == 0 or _start_method(config) != "fork":
+    if num_workers == 0:
         return iter(make(None))
+    while len(_ending) > 1:  # they keep what they have read until then
+        _ending.pop(0).join()
+    if _start_method(config) != "fork":
+        return _read([iter(make(None))])
     for _ in range(MOST_STARTS - 1):
         batches, processes, num_missing = _fork(make, num_workers)
         if num_missing == 0:
-            return batches
+            return _read([batches])
         warn(
             f"{num_missing} of {num_workers} loader processes had not begun after {BEGIN_SECONDS:g} s: forked, "
             "perhaps, while another thread held a lock (python/cpython#112275); all are started again"
@@ -80,7 +89,20 @@ def open_loader(
         for process in processes:
             process.kill()
             process.join()
-    return _fork(make, num_workers)[0]
+    return _read([_fork(make, num_workers)[0]])
+
+
+def _read(batches: list[Iterator[Any]]) -> Iterator[Any]:
+    """What the one iterator in a list gives. Where it is let go before its end, that is on a thread of its own: torch
+    waits until each process has read its batch, for 5 s at most each, and the other workers would wait for this one."""
+    try:
+        yield from batches[0]
+    except GeneratorExit:
+        if not sys.is_finalizing():  # then no thread starts, and torch ends nothing
+            thread = threading.Thread(target=batches.clear, name="loader-end")  # no daemon: they end with this process
+            thread.start()
+            _ending.append(thread)
+        raise
 
 
 def read_apart(

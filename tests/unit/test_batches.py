@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
@@ -21,7 +24,8 @@ from elastic_train.elastic.worker import make_state
 from elastic_train.training import loader_processes
 from elastic_train.training.batches import pinned, steps
 from elastic_train.training.epoch_dataset import EpochDataset
-from elastic_train.training.loader_processes import read_apart
+from elastic_train.training.loader_processes import open_loader, read_apart
+from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import ImageClassification, Task
 from elastic_train.world import World
@@ -81,6 +85,76 @@ def test_a_loader_process_that_never_begins_is_started_again(tmp_path: Path, mon
         found = read(2, 1)
     require_equal(expected, found)
     assert set(multiprocessing.active_children()) <= others
+
+
+class Gated(Dataset[torch.Tensor]):
+    """All but the first item is read when the gate opens; who comes there says so."""
+
+    def __init__(self) -> None:
+        self.gate, self.came = multiprocessing.Event(), multiprocessing.Semaphore(0)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index > 0:
+            self.came.release()
+            self.gate.wait()
+        return torch.tensor([index])
+
+
+def let_go(dataset: Gated) -> set[Any]:
+    """The processes of a loader that was let go while each of them was reading."""
+    before = set(multiprocessing.active_children())
+    parts = [MicroBatch(0, 0, 0, np.array([index]), 1, is_last=True) for index in range(4)]
+    batches = open_loader(
+        EpochDataset(dataset, seed=1), parts, Config(num_workers=2), pytest.fail, pin_memory=torch.cuda.is_available()
+    )
+    assert next(batches)[1].tolist() == [[0]]
+    for _ in range(2):
+        assert dataset.came.acquire(timeout=60)
+    del batches
+    return set(multiprocessing.active_children()) - before
+
+
+def test_a_loader_is_let_go_while_its_processes_read() -> None:
+    """The other workers wait for this one in the agreement on the next world."""
+    dataset = Gated()
+    processes = let_go(dataset)
+    assert len(processes) == 2
+    assert all(process.is_alive() for process in processes), "nor are they killed"
+    require_equal(read(0, 1), read(2, 1))
+    dataset.gate.set()
+    for thread in loader_processes._ending:
+        thread.join()
+    assert {process.exitcode for process in processes} == {0}
+
+
+def test_the_processes_of_one_loader_at_most_end_beside_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds batches, and a data set."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)  # of 5 s, after which they are killed
+    first, second, _ = (let_go(Gated()) for _ in range(3))
+    assert not any(process.is_alive() for process in first)
+    for thread in loader_processes._ending:
+        thread.join()
+    assert not any(process.is_alive() for process in second)
+
+
+AT_THE_END = """
+import torch
+from tests.unit.test_batches import Gated, let_go
+
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
+print(*(process.pid for process in let_go(Gated())))
+"""
+
+
+def test_a_process_that_ends_ends_those_of_a_loader_that_it_has_let_go() -> None:
+    ended = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=100, check=True)
+    assert ended.stderr == ""
+    pids = [int(pid) for pid in ended.stdout.split()]
+    assert len(pids) == 2
+    assert not any(map(psutil.pid_exists, pids))
 
 
 class Pair(NamedTuple):
