@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-FIRST_PORT, NUM_PORTS = 29500, 10000
+FIRST_PORT, NUM_PORTS = 29500, 3000
+"""below 32768, where the kernel begins to give out ports for connections, any of which may be in use"""
 STEP_STRIDE = 1009
 """ports between two steps of one job: the jobs after it, which may be on the same host, have the ports between"""
 FIRST_SPECIAL_STEP = 0xFFFFFFF0

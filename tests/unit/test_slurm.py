@@ -39,8 +39,16 @@ def test_a_task_of_several() -> None:
         num_nodes=4,
         run_id="slurm-1234567",
         step="0",
-        master=("gpu03", 29500 + 4567),
+        master=("gpu03", 29500 + 1567),
     )
+
+
+def test_no_step_meets_at_a_port_that_the_kernel_gives_to_anybodys_connections() -> None:
+    """net.ipv4.ip_local_port_range begins at 32768, where nobody has set it."""
+    ports = {int(torchrun_variables(TASK | {"SLURM_JOB_ID": str(job)})["MASTER_PORT"]) for job in range(20000)}
+    assert len(ports) == 3000
+    assert min(ports) > 29400, "torchrun's own default"
+    assert max(ports) < 32768
 
 
 @pytest.mark.parametrize(
