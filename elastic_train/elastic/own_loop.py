@@ -125,8 +125,8 @@ def run(
         SystemExit: training is not finished: stopped by a signal with the state saved (143, 130), or an error that
             training cannot get past (1, 2), which was told in one line. Or it is, by the others (0): this worker was a
             spare, came too late or was left out, and does not have what they have trained.
-        What the training function raises, where no others train on. Where they do, its traceback is shown, this
-            worker's agent is told to stop, and SystemExit(1) follows.
+        What the training function raises, in the worker in which it did; others go on without that one, or stop with
+            SystemExit(1). Let it end the process: torchrun takes a worker that exits 0 for finished.
     """
     require_system_for_training(os.environ)
     config = Config() if config is None else config

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from elastic_train.config import Config
 from elastic_train.elastic import own_loop
 from elastic_train.elastic.own_parallel import OwnParallel
 from elastic_train.elastic.run import differing_settings, find_world, settings_of
@@ -66,6 +67,23 @@ def test_what_is_of_another_kind(given: dict[str, Any], message: str, capsys: py
     assert ended.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"elastic_train: error: {message}")
+
+
+@pytest.mark.usefixtures("handlers")
+def test_what_the_function_raises_is_raised_by_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From then on a signal does again what it did before."""
+    before = signal.getsignal(signal.SIGTERM)
+    raised = LookupError("of the function")
+
+    def fail(_worker: Any, program: Any) -> int:
+        assert program.train is train
+        raise raised
+
+    monkeypatch.setattr(own_loop, "run_worker", fail)
+    with pytest.raises(LookupError) as seen:
+        own_loop.run(train, MODEL, OPTIMIZER, TensorDataset(torch.ones(4, 1)), Config(run_dir=tmp_path))
+    assert seen.value is raised
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize("given", ["0.3", b"0.3", None, [1.0], torch.ones(3)])
