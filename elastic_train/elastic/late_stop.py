@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 
 from elastic_train.elastic.exits import NOT_WHOLE, Exits
-from elastic_train.elastic.noticed import end_agent, remove_relay
 from elastic_train.elastic.trainer import Trainer
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import TrainingDiverged, show_traceback
@@ -23,6 +22,7 @@ class LateStop:
 
     Args:
         world: the one that this worker trains in, once it has the run's state; else None.
+        end_notices: `Noticed.close`.
         end: ends the process.
     """
 
@@ -32,10 +32,11 @@ class LateStop:
         trainer: Trainer,
         exits: Exits,
         world: Callable[[], World | None],
+        end_notices: Callable[[], None],
         end: Callable[[int], None] = os._exit,
     ) -> None:
         self._worker, self._trainer, self._exits = worker, trainer, exits
-        self._world, self._end = world, end
+        self._world, self._end_notices, self._end = world, end_notices, end
 
     def save(self, seconds: float) -> None:
         """Save the last commit and end the process. On another thread than the one that trains; nothing is done where
@@ -73,8 +74,7 @@ class LateStop:
             show_traceback(error, is_debug=self._worker.config.debug)
         finally:
             if code is not None:
-                end_agent(self._worker)
-                remove_relay(self._worker)
+                self._end_notices()
                 self._end(code)
 
     def save_at_last(self) -> str:

@@ -19,6 +19,8 @@ from elastic_train.storage.shares import LEAST_BYTES
 from elastic_train.storage.snapshot import SnapshotResult
 from elastic_train.wording import duration, human_bytes
 
+REMOVE_SECONDS = 1.0
+"""that the end of a worker waits for the removal of a file"""
 KNOWN_SECONDS = 10.0
 """that a person waits for a step to tell whether a notice was withdrawn in time"""
 WHAT_FOLLOWS = {
@@ -46,7 +48,7 @@ class Noticed:
         # By all workers of the node: SLURM's source takes a signal.
         self._find_source = source_of(flag, worker.reporter.log, worker.stop.tell_also)
         if self._is_first and self._relay is not None:
-            self._relay.clear()
+            self._relay.begin()
         self._watcher = NoticeWatcher(self._find, self, host=worker.host)
         self._watcher.start()
 
@@ -131,11 +133,21 @@ class Noticed:
             self.warn(f"the other workers of this node are not told of the notice: {error}")
 
     def close(self) -> None:
-        """The worker ends."""
+        """The worker ends. From any thread; blocks for REMOVE_SECONDS at most."""
         if self._watcher is not None:
             self._watcher.close()
-            end_agent(self._worker)
-            remove_relay(self._worker)
+        end_agent(self._worker)
+        # Nobody needs the file any more: the others read it once a second, and a worker leaves by a notice 3 s after it
+        # has passed that on, or when all have heard of it. One that goes on without this worker asks the source itself.
+        if self._relay is not None and self._relay.may_be_there and self._is_first:
+            removal = threading.Thread(target=self._remove, args=(self._relay,), name="relay", daemon=True)
+            removal.start()  # the file system may hang, which must not keep a late stop from its end
+            removal.join(REMOVE_SECONDS)
+
+    @staticmethod
+    def _remove(relay: Relay) -> None:
+        with suppress(OSError):
+            relay.clear()
 
 
 def is_first(worker: Worker) -> bool:
@@ -167,17 +179,6 @@ def end_agent(worker: Worker) -> None:
             f"warning: the agent, pid {agent_pid}, may not be told to end by this worker: with --max-restarts it "
             "starts new ones on this node"
         )
-
-
-def remove_relay(worker: Worker) -> None:
-    """A worker ends, and with it the file by which it told the others of its node, if it did.
-
-    Nobody needs it any more: the others read it once a second, and a worker leaves by a notice 3 s after it has passed
-    that on, or when all have heard of it. One that goes on without this worker asks the source itself.
-    """
-    if worker.launch.local_world_size > 1 and is_first(worker):
-        with suppress(OSError):
-            Relay(relay_path(worker)).clear()
 
 
 def relay_path(worker: Worker) -> Path:

@@ -151,7 +151,7 @@ def _as_member(
     ends.callback(parts.files.wait_for_claim)  # the directory is let go after it
     ends.callback(parts.trainer.close)
     ring = Ring(worker, membership, parts)
-    _attend_to(membership, worker, ring, parts)
+    _attend_to(membership, worker, ring, parts, noticed)
     ends.callback(setattr, worker.stop, "when_late", lambda _seconds: None)  # it refers to all of them
     try:
         return _through_worlds(ring, parts, comes_back=launch.is_open)
@@ -269,7 +269,7 @@ def _open_group(
     )
 
 
-def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingParts) -> None:
+def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingParts, noticed: Noticed) -> None:
     """What a membership, and a stop, ask of this worker on threads of their own."""
     resume, exits = parts.resume, parts.exits
 
@@ -288,7 +288,7 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
         membership.joins.admissible = Quarantined(
             lambda: worker.state if resume.has_state else None, worker.reporter.warn, membership.joins.news.tell
         ).admissible
-    late = LateStop(worker, parts.trainer, exits, lambda: ring.world if resume.has_state else None)
+    late = LateStop(worker, parts.trainer, exits, lambda: ring.world if resume.has_state else None, noticed.close)
     worker.stop.when_late = late.save
     membership.at_last = late.save_at_last
     membership.survivors.may_not_go_on = save_while_waiting

@@ -6,6 +6,7 @@ import signal
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from urllib.parse import quote, urlsplit
@@ -17,6 +18,8 @@ from elastic_train.storage.atomic_files import write_atomic
 
 NO_NOTICE = (204, 404)
 """HTTP statuses of an endpoint without one"""
+LEFT_SECONDS = 3600.0
+"""after which nobody reads a relay any more: a node leaves minutes after it was written, or has read that it stays"""
 
 
 class FileSource:
@@ -103,6 +106,17 @@ class Relay:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._last: PreemptionNotice | None = None
+        self.may_be_there = False
+        """the file: this worker has written or read it"""
+
+    def begin(self) -> None:
+        """Remove what earlier starts have left that were killed: its own file, and those of any node that are too old
+        to be a living one's. Raises: OSError."""
+        self.clear()
+        for other in self._path.parent.glob("*"):
+            with suppress(OSError):  # another node's first worker removes it as well
+                if time.time() - other.stat().st_mtime > LEFT_SECONDS:
+                    other.unlink()
 
     def clear(self) -> None:
         """Remove it. Raises: OSError."""
@@ -110,12 +124,14 @@ class Relay:
 
     def write(self, notice: PreemptionNotice | None) -> None:
         """Raises: OSError."""
+        self.may_be_there = True
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(self._path, to_own(notice).encode())
 
     def look(self) -> PreemptionNotice | None:
         text = read_small(self._path)
         if text is not None:
+            self.may_be_there = True
             self._last = from_own(self.name, text)
         return self._last
 

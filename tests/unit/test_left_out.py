@@ -14,6 +14,7 @@ import pytest
 from elastic_train.config import Config
 from elastic_train.elastic import run
 from elastic_train.elastic.exits import Exits
+from elastic_train.elastic.noticed import Noticed
 from elastic_train.errors import LeftOut
 from elastic_train.protocol.links import Links
 from elastic_train.runlog.goodput import Phase, PhaseClock
@@ -76,11 +77,12 @@ def test_nothing_of_the_member_that_it_was_is_kept_when_it_comes_back(
         membership=membership, world=None, run=leave_out
     ))  # fmt: skip
     worker: Any = Part(
-        config=Config(), launch=Part(local_rank=0, is_open=True), reporter=Part(log=nothing, warn=nothing),
-        stop=StopSignal(), directory=Part(path=tmp_path), bucket=None, reach=nothing, state=None,
+        config=Config(), launch=Part(local_rank=0, local_world_size=1, is_open=True),
+        reporter=Part(log=nothing, warn=nothing), stop=StopSignal(),
+        directory=Part(path=tmp_path), bucket=None, reach=nothing, state=None,
     )  # fmt: skip
-    ends, unused = ExitStack(), Part()
-    assert run._as_member(worker, unused, None, ends, unused) == "back"  # type: ignore[arg-type]
+    ends, unused, noticed = ExitStack(), Part(), Noticed(worker)
+    assert run._as_member(worker, unused, None, ends, noticed) == "back"  # type: ignore[arg-type]
     ends.close()
     gc.collect()
     assert [found() for found in made] == [None]

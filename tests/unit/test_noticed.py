@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +16,9 @@ from typing import Any
 import pytest
 
 from elastic_train import stopping
+from elastic_train.elastic import noticed as noticing
 from elastic_train.elastic import run as running
-from elastic_train.elastic.noticed import Noticed, relay_path, remove_relay
+from elastic_train.elastic.noticed import Noticed, relay_path
 from elastic_train.elastic.run import run_worker
 from elastic_train.notices import watcher as watching
 from elastic_train.notices.clouds import find_cloud
@@ -221,7 +224,7 @@ def test_the_first_that_lives_asks_for_its_node(tmp_path: Path) -> None:
         worker.stop.uninstall()
 
 
-@pytest.mark.parametrize("how", ["leaves", "is withdrawn", "leaves late"])
+@pytest.mark.parametrize("how", ["leaves", "is withdrawn"])
 def test_no_file_stays_of_a_start_that_has_heard_a_notice(how: str, tmp_path: Path) -> None:
     """The others have read it long before, or ask themselves once this worker is gone."""
     worker, other = make_worker(tmp_path), make_worker(tmp_path, local_rank=1)
@@ -236,10 +239,7 @@ def test_no_file_stays_of_a_start_that_has_heard_a_notice(how: str, tmp_path: Pa
         noticed.withdraw(NOTICE)
     else:
         worker.stop.settle()
-    if how == "leaves late":
-        remove_relay(worker)
-    else:
-        noticed.close()
+    noticed.close()
     assert list((tmp_path / "notices").iterdir()) == []
     watcher.look(source)
     assert other.stop.is_requested, "only what it says takes a notice back"
@@ -250,12 +250,59 @@ def test_no_file_stays_of_a_start_that_has_heard_a_notice(how: str, tmp_path: Pa
 def test_the_first_that_lives_removes_the_file_of_one_that_was_killed(tmp_path: Path) -> None:
     first, second = make_worker(tmp_path), make_worker(tmp_path, local_rank=1)
     Noticed(first).leave(NOTICE)
-    second.config.notices = f"file:{tmp_path / 'gone'}"
     noticed = Noticed(second)
+    NoticeWatcher(lambda: None, noticed).look(noticed._find())
     second.reporter.world = world_of(1)
     noticed.close()
     assert list((tmp_path / "notices").iterdir()) == []
-    first.stop.uninstall()
+    for one in (first, second):
+        one.stop.uninstall()
+
+
+@pytest.mark.parametrize("has_told", [False, True])
+def test_the_end_waits_a_moment_for_a_file_system_that_hangs(
+    has_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And does not ask it where this worker has told nothing: a late stop has no time for that."""
+    monkeypatch.setattr(noticing, "REMOVE_SECONDS", 0.05)
+    worker, asked, goes_on = make_worker(tmp_path), [], threading.Event()
+    noticed = Noticed(worker)
+    if has_told:
+        noticed.leave(NOTICE)
+
+    def hang(_relay: Relay) -> None:
+        asked.append(threading.current_thread().daemon)
+        goes_on.wait(60)
+
+    monkeypatch.setattr(Relay, "clear", hang)
+    try:
+        noticed.close()
+        assert not goes_on.is_set()
+    finally:
+        goes_on.set()
+    assert asked == [True] * has_told, "no thread keeps the process"
+    worker.stop.uninstall()
+
+
+def test_files_that_starts_have_left_which_were_killed_go_with_the_next(tmp_path: Path) -> None:
+    """A machine that is taken away does not come back under its name. What is new may be of another node's start."""
+    notices = tmp_path / "notices"
+    notices.mkdir()
+    now = time.time()
+    for name, age in {
+        "n1-old.json": 3700.0,
+        "n2-old.json": 3700.0,
+        "n1-alive.json": 3500.0,
+        "n3-ahead.json": -60,
+    }.items():
+        (notices / name).touch()
+        os.utime(notices / name, (now - age, now - age))
+    worker = make_worker(tmp_path, node_id="abc")
+    relay_path(worker).touch()
+    worker.config.notices = f"file:{tmp_path / 'gone'}"
+    noticed = Noticed(worker)
+    noticed.close()
+    assert {path.name for path in notices.iterdir()} == {"n1-alive.json", "n3-ahead.json"}
 
 
 def test_a_file_that_cannot_be_removed_changes_nothing_of_the_end(
@@ -264,12 +311,14 @@ def test_a_file_that_cannot_be_removed_changes_nothing_of_the_end(
     worker = make_worker(tmp_path)
     worker.config.notices = f"file:{tmp_path / 'gone'}"
     noticed = Noticed(worker)
+    noticed.leave(NOTICE)
 
     def fail(_relay: Relay) -> None:
         raise OSError("stale file handle")
 
     monkeypatch.setattr(Relay, "clear", fail)
     noticed.close()
+    worker.stop.uninstall()
 
 
 def test_a_run_directory_that_fails_here_is_told_as_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from elastic_train.errors import ElasticTrainError, FormationFailed, JobFailed, 
 from elastic_train.protocol.agreement import Fatal
 from elastic_train.protocol.store import MemoryStore
 from elastic_train.rendezvous.launch import Launch
+from elastic_train.stopping import StopSignal
 from elastic_train.storage.ownership import OWNER_RECORD
 from elastic_train.storage.places import OwnedBucket
 from elastic_train.storage.run_directory import RunDirectory
@@ -30,7 +31,7 @@ def test_a_failed_run_does_not_hold_its_bucket(
 ) -> None:
     bucket, directory = OwnedBucket(parse_url(f"memory://{request.node.name}")), RunDirectory(tmp_path)
     worker: Any = SimpleNamespace(
-        config=Config(), launch=Launch(), bucket=bucket, directory=directory,
+        config=Config(), launch=Launch(), bucket=bucket, directory=directory, stop=StopSignal(),
         reporter=SimpleNamespace(failed=lambda _error: None, close=lambda: None),
     )  # fmt: skip
 
@@ -53,7 +54,7 @@ def test_a_least_of_nodes_with_which_no_job_begins_is_told(tmp_path: Path, least
     said: list[str] = []
     worker: Any = SimpleNamespace(
         config=Config(min_nodes=least), launch=Launch(min_nodes=2), bucket=None, directory=RunDirectory(tmp_path),
-        reporter=SimpleNamespace(log=said.append, failed=lambda _error: None, close=lambda: None),
+        stop=StopSignal(), reporter=SimpleNamespace(log=said.append, failed=lambda _error: None, close=lambda: None),
     )  # fmt: skip
     program: Any = None
     with pytest.raises(AttributeError):  # it comes no further

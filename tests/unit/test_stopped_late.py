@@ -18,10 +18,9 @@ import pytest
 
 from elastic_train.elastic.exits import Exits
 from elastic_train.elastic.late_stop import LateStop
-from elastic_train.elastic.noticed import relay_path
+from elastic_train.elastic.noticed import Noticed, relay_path
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.errors import NewerGeneration, OwnershipLost, StoreUnreachable, TrainingDiverged
-from elastic_train.notices.own_sources import Relay
 from elastic_train.preemption import PreemptionNotice
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.runlog.goodput import Phase, PhaseClock
@@ -36,13 +35,21 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 0.01
 ME = make_member(0)
 SINGLE = World(rank=0, generation=3, members=(ME,), uid="single")
+ALONE = Launch()
 SECOND_OF_NODE = World(rank=1, generation=3, members=(ME, replace(ME, local_rank=1, pid=2)), uid="two of a node")
 
 
 class Life:
     """A worker of which all parts note what they are asked; each raises what `raises` has under its name."""
 
-    def __init__(self, state: TrainState, world: World | None = SINGLE, **raises: Exception) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        world: World | None = SINGLE,
+        launch: Launch = ALONE,
+        run_dir: Path | None = None,
+        **raises: Exception,
+    ) -> None:
         self.calls: list[Any] = []
         self._raises = raises
         self.state = state
@@ -58,9 +65,9 @@ class Life:
             is_settled=False, settle_if_requested=lambda: self.stop.is_requested,
         )  # fmt: skip
         self.worker: Any = SimpleNamespace(
-            state=state, reporter=reporter, config=SimpleNamespace(epochs=3, debug=False), stop=self.stop,
-            launch=Launch(), host="n1",
-            directory=SimpleNamespace(ownership=SimpleNamespace(release=self.part("release"))),
+            state=state, reporter=reporter, stop=self.stop, launch=launch, host="n1",
+            config=SimpleNamespace(epochs=3, debug=False, notices="off"),
+            directory=SimpleNamespace(path=run_dir, ownership=SimpleNamespace(release=self.part("release"))),
         )  # fmt: skip
         trainer: Any = SimpleNamespace(
             settle=self.part("settle"), abandon=self.part("abandon"), step_started=0.0
@@ -71,7 +78,15 @@ class Life:
         )
         files: Any = SimpleNamespace(leave_bucket_alone=self.part("leave the bucket"))
         exits = Exits(self.worker, membership, saver, trainer, files)
-        self.late = LateStop(self.worker, trainer, exits, lambda: world, lambda code: self.calls.append(("end", code)))
+        self.noticed = Noticed(self.worker)
+        self.late = LateStop(
+            self.worker,
+            trainer,
+            exits,
+            lambda: world,
+            self.noticed.close,
+            lambda code: self.calls.append(("end", code)),
+        )
 
     def part(self, name: str) -> Any:
         def call(*_arguments: Any) -> None:
@@ -215,12 +230,12 @@ def test_it_ends_though_its_agent_cannot_be_told(error: OSError, logs: int, monk
 
 
 def test_what_it_has_told_its_node_of_a_notice_is_removed(tmp_path: Path) -> None:
-    life = Life(make_stepping())
-    life.worker.launch, life.worker.directory.path = Launch(local_world_size=2), tmp_path
-    relay = Relay(relay_path(life.worker))
-    relay.write(PreemptionNotice("file", "spot"))
+    life = Life(make_stepping(), launch=Launch(local_world_size=2), run_dir=tmp_path)
+    life.stop.give_notice = lambda *_: None
+    life.noticed.leave(PreemptionNotice("file", "spot"))
+    assert relay_path(life.worker).exists()
     assert life.run()[-1] == ("end", 143)
-    assert relay.look() is None
+    assert not relay_path(life.worker).exists()
 
 
 def test_it_is_known_where_it_stopped() -> None:
