@@ -180,6 +180,7 @@ class Stages:
     def form(self) -> Stage:
         """Make the process group with the others, or wait for those whom a group formed ahead leaves out."""
         world, membership, parts, worker = self._present, self._membership, self._parts, self._worker
+        parts.report.begins(world, self._change, self._interruption)  # it may break before it stands
         parts.saver.enter(world)
         self._formed = formed = membership.joins.take_formed(world)
         if formed is None or parts.resume.has_state:  # else the others still write as the generation before
@@ -208,7 +209,6 @@ class Stages:
         world, parts, state = self._present, self._parts, self._worker.state
         formed, self._formed = self._formed, None
         self._worker.reach("sync", world)
-        parts.report.begins(world, self._change, self._interruption)
         self._resumed = resumed = parts.resume.into(world, self._change, is_formed_ahead=formed is not None)
         if parts.resume.has_state:  # else it has the position alone, and its clock is not the run's yet
             state.generation, state.generations = world.generation, state.generations + 1

@@ -58,8 +58,8 @@ class WorldReport:
         self._worker.reporter.events.write("peer_lost", error=failure, reason=change.reason, lost_members=names)
 
     def begins(self, world: World, change: Change, interruption: Interruption) -> None:
-        """The members of `world` are about to come to one state: note what they tell each other of the way to it. Once
-        for each world, and before it `stands`; it may break before that."""
+        """The members of `world` are about to make its process group: note what they tell each other of the way to it.
+        Once for each world, and before it `stands`; it may break before that."""
         if self._first_begun is None:
             self._first_begun = world.generation
         hosts: list[str] = []
@@ -68,10 +68,13 @@ class WorldReport:
         of_change = {"lost": change.lost, "left": change.left, "joined": change.joined}
         found = {"dead_hosts": hosts, **{how: [member.name for member in some] for how, some in of_change.items()}}
         took = interruption.detect_seconds, interruption.abort_seconds, change.seconds_meet
+        seconds = dict(zip(PHASES, took, strict=False))
+        if self.interrupted.get("cause", "start") != "start":  # what a start took has interrupted nothing
+            seconds = {name: self.interrupted["seconds"][name] + value for name, value in seconds.items()}
         self.interrupted = {
             **{name: [*self.interrupted.get(name, ()), *some] for name, some in found.items()},
-            "cause": "join" if interruption.cause == "start" else interruption.cause,
-            "seconds": dict(zip(PHASES, took, strict=False)),
+            "cause": interruption.cause,
+            "seconds": seconds,
         }
 
     def stands(
@@ -177,7 +180,7 @@ def _incident_of(
     deaths = {"dead_hosts": hosts, "run_seconds": run_seconds(state)} if hosts else {}
     inside = {member.name for member in world.members}  # who joined a world that broke may be lost again
     who = {"lost": lost, "left": left, "joined": [name for name in joined if name in inside]}
-    cause = _cause_of(lost, left, interrupted["cause"])
+    cause = _cause_of(lost, left, "join" if interrupted["cause"] == "start" else interrupted["cause"])
     return new_incident(cause, seconds | interrupted["seconds"], world, state.step, who) | deaths
 
 

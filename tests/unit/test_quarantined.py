@@ -247,6 +247,34 @@ def test_who_died_before_a_world_that_never_stood_is_in_the_incident_of_the_next
     ]
 
 
+def test_an_incident_took_the_time_of_all_rounds_that_it_took(reporter: Reporter) -> None:
+    """What the first one took to come together interrupted nothing."""
+    state, other = make_state(), member(2)
+    report = report_of(reporter, state, "on")
+    three, two, one = World(0, 0, (FIRST, BAD, other)), World(0, 1, (FIRST, other)), World(0, 2, (FIRST,))
+    report.begins(three, Change(seconds_meet=5000.0), Interruption("start"))
+    report.begins(two, Change(lost=(BAD,), seconds_meet=4.0), Interruption("peer_lost", 1.0, 2.0))
+    change, why = Change(lost=(other,), seconds_meet=0.5), Interruption("peer_lost", 0.125, 0.25)
+    report.begins(one, change, why)
+    report.stands(one, None, change, why, None, 8.0, 16.0)
+    enter(report, replace(two, generation=3), Change(joined=(other,)), "join")
+    in_all = {"detect": 1.125, "abort": 2.25, "meet": 4.5, "init": 8.0, "sync": 16.0}
+    assert [one["seconds"] for one in state.incidents] == [in_all, dict.fromkeys(in_all, 0.0)]
+
+
+def test_who_was_told_of_the_rounds_before_counts_them_as_well(reporter: Reporter) -> None:
+    """With the state, in a world that breaks before it stands."""
+    other = member(2)
+    first, newcomer = (report_of(reporter, make_state(), "on") for _ in range(2))
+    world = World(0, 1, (FIRST, other))
+    first.begins(world, Change(joined=(other,), seconds_meet=4.0), Interruption("join", 1.0, 2.0))
+    newcomer.begins(world, Change(seconds_meet=5000.0), Interruption("start"))
+    newcomer.interrupted = first.interrupted
+    for report in (first, newcomer):
+        report.begins(replace(world, generation=2), Change(seconds_meet=0.5), Interruption("peer_lost", 0.125, 0.25))
+        assert report.interrupted["seconds"] == {"detect": 1.125, "abort": 2.25, "meet": 4.5}
+
+
 def test_the_first_world_that_stands_tells_of_a_restart_for_one_that_broke(reporter: Reporter) -> None:
     state, other = make_state(), member(2)
     report = report_of(reporter, state, "on")

@@ -237,6 +237,15 @@ def test_a_peer_lost_before_the_group_stood() -> None:
     assert "form -> meet" in fake.stages
 
 
+@pytest.mark.parametrize("breaks", ["wait for workers", "group", "into"])
+def test_what_led_to_a_world_is_noted_wherever_that_breaks(breaks: str) -> None:
+    """Whom it has lost the next one does not know: its change is from this one."""
+    fake = Fake(**{breaks: [LOST]})
+    assert fake.ring().run() == 0
+    calls = [call for call in fake.calls if call in ("find", "begins", breaks, "agree", "stands")]
+    assert calls == ["find", "begins", breaks, "agree", "begins", breaks, "stands"]
+
+
 def test_while_others_are_waited_for_a_late_stop_may_save() -> None:
     """They may be in a step, or stuck, for longer than is left."""
     fake = Fake(train=[LOST, LOST, Outcome.FINISHED], agree=[(PAIR, Change())] * 2, formed=[None, object()])
