@@ -137,24 +137,29 @@ class Relay:
 
 
 class AfterOthers:
-    """The relay, as long as another worker of the node asks the source and writes it; then the source itself.
+    """The relay, as long as another worker of the node asks the source and writes it; then the source itself. What the
+    relay has said last holds on where the source takes nothing back, or cannot be found.
 
     Args:
         is_first: whether this worker is to ask; called at each look.
-        find: the source; None: there is none.
+        find: the source; None: there is none. Called once.
     """
 
     def __init__(self, relay: Relay, is_first: Callable[[], bool], find: Callable[[], NoticeSource | None]) -> None:
         self.name, self.poll_seconds = relay.name, relay.poll_seconds
         self._relay, self._is_first, self._find = relay, is_first, find
-        self._source: NoticeSource | None = relay
+        self._source: NoticeSource = relay
+        self._has_taken_over = False
 
     def look(self) -> PreemptionNotice | None:
-        if self._source is self._relay and self._is_first():
-            self._source = self._find()
-            if self._source is not None:
-                self.name, self.poll_seconds = self._source.name, self._source.poll_seconds
-        return None if self._source is None else self._source.look()
+        if not self._has_taken_over and self._is_first():
+            self._has_taken_over = True
+            self._source = self._find() or self._relay
+            self.name, self.poll_seconds = self._source.name, self._source.poll_seconds
+        found = self._source.look()
+        if found is None and isinstance(self._source, SlurmSource):  # its signal may have come to the other one alone
+            return self._relay.look()
+        return found
 
 
 def read_small(path: Path) -> str | None:

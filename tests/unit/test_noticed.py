@@ -224,6 +224,34 @@ def test_the_first_that_lives_asks_for_its_node(tmp_path: Path) -> None:
         worker.stop.uninstall()
 
 
+@pytest.mark.parametrize("source", ["slurm", "auto", "file", "file and none"])
+def test_who_takes_the_asking_over_takes_no_notice_back(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM may have sent its signal to the other worker alone; and what answers for a cloud may not be found now."""
+    gone = tmp_path / "gone"
+    before = signal.getsignal(signal.SIGUSR1)
+    monkeypatch.setattr(watching, "find_cloud", lambda: None)
+    first, second = make_worker(tmp_path), make_worker(tmp_path, local_rank=1)
+    second.config.notices = f"file:{gone}" if source.startswith("file") else source
+    noticed = Noticed(second)
+    noticed._watcher.close()  # each look is one of this test
+    watcher, found = NoticeWatcher(lambda: None, noticed), noticed._find()
+    Noticed(first).leave(NOTICE)
+    gone.touch()
+    watcher.look(found)
+    second.reporter.world = world_of(1)
+    if source == "file and none":
+        gone.unlink()
+    for _ in range(2):
+        watcher.look(found)
+        assert second.stop.is_requested is (source != "file and none")
+    noticed.close()
+    for worker in (first, second):
+        worker.stop.uninstall()
+    signal.signal(signal.SIGUSR1, before)
+
+
 @pytest.mark.parametrize("how", ["leaves", "is withdrawn"])
 def test_no_file_stays_of_a_start_that_has_heard_a_notice(how: str, tmp_path: Path) -> None:
     """The others have read it long before, or ask themselves once this worker is gone."""
