@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from elastic_train.rendezvous.command_line import agent_above
 from elastic_train.storage.shares import LEAST_BYTES
 from elastic_train.storage.snapshot import SnapshotResult
 from elastic_train.wording import duration, human_bytes
+from elastic_train.world import Member, World
 
 REMOVE_SECONDS = 1.0
 """that the end of a worker waits for the removal of a file"""
@@ -39,6 +41,7 @@ class Noticed:
         self._worker = worker
         self._relay = Relay(relay_path(worker)) if worker.launch.local_world_size > 1 else None
         self._watcher: NoticeWatcher | None = None
+        self._is_first: Callable[[], bool] = lambda: worker.launch.local_rank == 0
         flag = notices_flag(worker.config.notices)
         self._source_name = flag.kind
         """of `auto`: once it is found"""
@@ -47,19 +50,37 @@ class Noticed:
             return
         # By all workers of the node: SLURM's source takes a signal.
         self._find_source = source_of(flag, worker.reporter.log, worker.stop.tell_also)
-        if self._is_first and self._relay is not None:
+        if self._is_first() and self._relay is not None:
             self._relay.begin()
         self._watcher = NoticeWatcher(self._find, self, host=worker.host)
         self._watcher.start()
 
-    @property
-    def _is_first(self) -> bool:
-        return is_first(self._worker)
+    def follow(self, world: Callable[[], World | None], is_dead: Callable[[Member], bool]) -> None:
+        """This worker is a member of its job. Whether it is the one that asks, and tells, for its node is told by the
+        world that it has agreed on last: only torchrun ends a node with its first worker. Until there is one, and from
+        `let_go` on, what was so before holds."""
+        before = self._is_first()
+
+        def is_first() -> bool:
+            now = world()
+            if now is None:
+                return before
+            return not any(
+                other.local_rank < now.me.local_rank and other.node == now.me.node and not is_dead(other)
+                for other in now.members
+            )
+
+        self._is_first = is_first
+
+    def let_go(self) -> None:
+        """It is that member no more: what belonged to it is not referred to."""
+        is_first = self._is_first()
+        self._is_first = lambda: is_first
 
     def _find(self) -> NoticeSource | None:
-        if self._relay is None or self._is_first:
+        if self._relay is None or self._is_first():
             return self._find_own()
-        return AfterOthers(self._relay, lambda: self._is_first, self._find_own)
+        return AfterOthers(self._relay, lambda: self._is_first(), self._find_own)
 
     def _find_own(self) -> NoticeSource | None:
         source = self._find_source()
@@ -91,7 +112,7 @@ class Noticed:
 
     def hear(self, notice: PreemptionNotice) -> None:
         """One worker tells for its node."""
-        if not self._is_first:
+        if not self._is_first():
             return
         self._worker.reporter.events.is_noticed = True
         self._worker.reporter.events.write("notice", state="given", **notice.to_fields())
@@ -110,7 +131,7 @@ class Noticed:
         is_in_time = self._worker.stop.withdraw_notice()
         if is_in_time:  # else the others leave as well
             self._pass_on(None)
-        if self._is_first:
+        if self._is_first():
             self._worker.reporter.events.is_noticed = False
             self._worker.reporter.events.write("notice", state="withdrawn", **notice.to_fields())
             # Beside this thread, which is to hear of the next notice.
@@ -125,7 +146,7 @@ class Noticed:
         self._worker.reporter.warn(message)
 
     def _pass_on(self, notice: PreemptionNotice | None) -> None:
-        if not self._is_first or self._relay is None:
+        if not self._is_first() or self._relay is None:
             return
         try:
             self._relay.write(notice)
@@ -139,7 +160,7 @@ class Noticed:
         end_agent(self._worker)
         # Nobody needs the file any more: the others read it once a second, and a worker leaves by a notice 3 s after it
         # has passed that on, or when all have heard of it. One that goes on without this worker asks the source itself.
-        if self._relay is not None and self._relay.may_be_there and self._is_first:
+        if self._relay is not None and self._relay.may_be_there and self._is_first():
             removal = threading.Thread(target=self._remove, args=(self._relay,), name="relay", daemon=True)
             removal.start()  # the file system may hang, which must not keep a late stop from its end
             removal.join(REMOVE_SECONDS)
@@ -148,16 +169,6 @@ class Noticed:
     def _remove(relay: Relay) -> None:
         with suppress(OSError):
             relay.clear()
-
-
-def is_first(worker: Worker) -> bool:
-    """Whether a worker is the one that asks, and tells, for its node. The one before it may have died: only torchrun
-    ends a node with its first worker."""
-    world = worker.reporter.world
-    if world is None:
-        return worker.launch.local_rank == 0
-    me = world.me
-    return not any(other.local_rank < me.local_rank and other.node == me.node for other in world.members)
 
 
 def end_agent(worker: Worker) -> None:

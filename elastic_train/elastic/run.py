@@ -153,6 +153,7 @@ def _as_member(
     ring = Ring(worker, membership, parts)
     _attend_to(membership, worker, ring, parts, noticed)
     ends.callback(setattr, worker.stop, "when_late", lambda _seconds: None)  # it refers to all of them
+    ends.callback(noticed.let_go)
     try:
         return _through_worlds(ring, parts, comes_back=launch.is_open)
     except (LeftOut, NewerGeneration) as error:
@@ -288,6 +289,7 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
         membership.joins.admissible = Quarantined(
             lambda: worker.state if resume.has_state else None, worker.reporter.warn, membership.joins.news.tell
         ).admissible
+    noticed.follow(lambda: ring.world, membership.watcher.contacts.is_refused)
     late = LateStop(worker, parts.trainer, exits, lambda: ring.world if resume.has_state else None, noticed.close)
     worker.stop.when_late = late.save
     membership.at_last = late.save_at_last

@@ -56,7 +56,8 @@ def test_nothing_of_the_member_that_it_was_is_kept_when_it_comes_back(
         pass
 
     def connect(_applicant: Any) -> Part:
-        membership = Part(close=nothing, joins=Part(news=Part()), survivors=Part(), side=Part())
+        watcher = Part(contacts=Part(is_refused=nothing))
+        membership = Part(close=nothing, watcher=watcher, joins=Part(news=Part()), survivors=Part(), side=Part())
         made.append(weakref.ref(membership))
         return membership
 

@@ -39,7 +39,7 @@ NOTICE = PreemptionNotice("file", "spot", host="n1")
 def make_worker(run_dir: Path, **launch: Any) -> Any:
     """The first of two of a node."""
     events = SimpleNamespace(is_noticed=False, write=lambda *_, **__: None)
-    said = SimpleNamespace(log=print, warn=print, events=events, world=None)
+    said = SimpleNamespace(log=print, warn=print, events=events)
     return SimpleNamespace(
         launch=Launch(local_world_size=2, **launch), host="n1", bucket="s3://b/run", stop=StopSignal(), reporter=said,
         directory=SimpleNamespace(path=run_dir), config=SimpleNamespace(notices="off", min_nodes=None),
@@ -181,14 +181,25 @@ def test_no_start_reads_what_an_earlier_one_was_told(tmp_path: Path, monkeypatch
     assert relay_path(make_worker(tmp_path)) != of_spawn
 
 
+def enter(noticed: Noticed, world: World, *dead: int) -> None:
+    """`dead`: local ranks."""
+    noticed.follow(lambda: world, lambda member: member.local_rank in dead)
+
+
 def world_of(*local_ranks: int, rank: int = 0) -> World:
     """Of these workers of one node, and before them of one of another node."""
     here = [replace(make_member(9), local_rank=number, uid=str(number)) for number in local_ranks]
     return World(rank=1 + rank, generation=0, members=(make_member(0), *here), uid="")
 
 
-def test_the_first_that_lives_asks_for_its_node(tmp_path: Path) -> None:
-    """Under --spawn and srun the others of a node train on without the one that has asked; with it they are told."""
+@pytest.mark.parametrize("is_agreed", [True, False])
+def test_the_first_that_lives_asks_for_its_node(is_agreed: bool, tmp_path: Path) -> None:
+    """Under --spawn and srun the others of a node train on without the one that has asked; with it they are told.
+
+    The next world may come late: meanwhile nobody listens at the address of who was killed.
+    """
+    second_s: Any = (world_of(1, 2),) if is_agreed else (world_of(0, 1, 2, rank=1), 0)
+    third_s: Any = (world_of(1, 2, rank=1),) if is_agreed else (world_of(0, 1, 2, rank=2), 0)
     gone, first, second, third = tmp_path / "gone", *(make_worker(tmp_path, local_rank=rank) for rank in range(3))
     noticed = []
     for rank, worker in enumerate((first, second, third)):
@@ -196,7 +207,7 @@ def test_the_first_that_lives_asks_for_its_node(tmp_path: Path) -> None:
         worker.reporter.events.write = lambda _event, given=worker.given, **fields: given.append(fields["state"])
         noticed.append(Noticed(worker))
         noticed[-1].close()  # of its thread: each look is one of this test
-        worker.reporter.world = world_of(0, 1, 2, rank=rank)
+        enter(noticed[-1], world_of(0, 1, 2, rank=rank))
     watchers = [NoticeWatcher(lambda: None, one) for one in noticed]
     sources = [one._find() for one in noticed]
 
@@ -212,7 +223,8 @@ def test_the_first_that_lives_asks_for_its_node(tmp_path: Path) -> None:
     gone.unlink()
     assert look() == [False, False, False]
     del watchers[0], sources[0]  # it is killed
-    second.reporter.world, third.reporter.world = world_of(1, 2), world_of(1, 2, rank=1)
+    enter(noticed[1], *second_s)
+    enter(noticed[2], *third_s)
     gone.touch()
     watchers[1].look(sources[1])
     assert not third.stop.is_requested, "only the first that lives asks"
@@ -222,6 +234,23 @@ def test_the_first_that_lives_asks_for_its_node(tmp_path: Path) -> None:
     assert (first.given, second.given, third.given) == (["given", "withdrawn"], ["given"], []), "told of once"
     for worker in (first, second, third):
         worker.stop.uninstall()
+
+
+def test_who_asks_does_so_until_it_is_in_a_world_again(tmp_path: Path) -> None:
+    """A worker that was left out comes back as another member."""
+    noticed = Noticed(make_worker(tmp_path, local_rank=1))
+    assert not noticed._is_first()
+    world: list[World | None] = [world_of(1)]
+    noticed.follow(lambda: world[0], lambda _member: False)
+    assert noticed._is_first()
+    noticed.let_go()
+    world[0] = None
+    noticed.follow(lambda: world[0], lambda _member: False)
+    assert noticed._is_first(), "it waits in the join queue"
+    world[0] = world_of(0, 1, rank=1)
+    assert not noticed._is_first()
+    noticed.let_go()
+    assert not noticed._is_first()
 
 
 @pytest.mark.parametrize("source", ["slurm", "auto", "file", "file and none"])
@@ -240,7 +269,7 @@ def test_who_takes_the_asking_over_takes_no_notice_back(
     Noticed(first).leave(NOTICE)
     gone.touch()
     watcher.look(found)
-    second.reporter.world = world_of(1)
+    enter(noticed, world_of(1))
     if source == "file and none":
         gone.unlink()
     for _ in range(2):
@@ -280,7 +309,7 @@ def test_the_first_that_lives_removes_the_file_of_one_that_was_killed(tmp_path: 
     Noticed(first).leave(NOTICE)
     noticed = Noticed(second)
     NoticeWatcher(lambda: None, noticed).look(noticed._find())
-    second.reporter.world = world_of(1)
+    enter(noticed, world_of(1))
     noticed.close()
     assert list((tmp_path / "notices").iterdir()) == []
     for one in (first, second):
