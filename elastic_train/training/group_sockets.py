@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -64,8 +64,7 @@ class GroupSockets:
     `accept` fails.
 
     Groups that the code that is trained makes of some ranks are broken off with it, where they are gloo's: theirs are
-    the connections since then to a peer's host on which a send and a receive have a time limit. gloo sets both, and
-    nobody else here.
+    the connections since then to a peer's host which have all the options that gloo sets (`_is_as_gloo_sets`).
 
     A send of gloo's that meets a broken connection hangs (collectives.py). So that few do, only the reading ends, and
     the connection stays until `release`, or for KEEP_SECONDS, in which the others break off their own. Where all
@@ -173,8 +172,11 @@ class GroupSockets:
         """The group stands, but for NCCL's part; what is opened from now on does not belong to it. `nccl` is it, if
         NCCL is in it."""
         with self._lock:
-            self._sockets, self._before, self._nccl = self._present(), None, nccl
-            self._of_others, self.has_nccl = frozenset(open_sockets().values()), nccl is not None
+            assert self._before is not None, "it has begun"
+            found, before = open_sockets(), self._before
+            self._sockets = {fd: name for fd, name in found.items() if before.get(fd) != name}
+            self._of_others, self._before = frozenset(found.values()), None
+            self._nccl, self.has_nccl = nccl, nccl is not None
 
     def listening(self) -> list[Address]:
         """Where the group that stands may have been connected to here."""
@@ -204,7 +206,8 @@ class GroupSockets:
             self._of_others, self.has_nccl = frozenset(open_sockets().values()), False
 
     def spare(self, sockets: dict[int, str]) -> None:
-        """A group stands with these, beside the present one, that is to be installed later. From any thread."""
+        """A group stands with these, beside the present one, that is to be installed later. From any thread. Until it
+        stands it is broken off with the present one, after which nobody would install it."""
         with self._lock:
             self._of_others |= set(sockets.values())
 
@@ -248,7 +251,7 @@ class GroupSockets:
             if self._nccl is not None:
                 self.abort(self._nccl)
                 self._nccl = None
-            for fd, name in (self._of_groups_made_in_it() | self._present()).items():
+            for fd, name in (groups_beside(self._sockets, self._of_others) | self._present()).items():
                 with suppress(OSError):
                     connection = copy_of_socket(fd, name)
                     is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -291,12 +294,6 @@ class GroupSockets:
             return self._sockets
         return {fd: name for fd, name in open_sockets().items() if self._before.get(fd) != name}
 
-    def _of_groups_made_in_it(self) -> dict[int, str]:
-        hosts = {host for fd, name in self._sockets.items() for host, _ in _peer_of(fd, name)}
-        new = ((fd, name) for fd, name in open_sockets().items() if name not in self._of_others)
-        theirs = ((fd, name) for fd, name in new if any(host in hosts for host, _ in _peer_of(fd, name)))
-        return {fd: name for fd, name in theirs if _has_time_limits(fd, name)}
-
     def _close_all(self) -> None:
         for connection in self._kept.values():
             connection.close()
@@ -330,10 +327,22 @@ def connections_at(mine: Sequence[Address], theirs: Sequence[Address]) -> dict[i
     return found
 
 
-def _has_time_limits(fd: int, name: str) -> bool:
+def groups_beside(sockets: Mapping[int, str], others: Collection[str]) -> dict[int, str]:
+    """Connections to the hosts to which these `sockets` of a group lead, as gloo makes them; those of `others` are
+    none."""
+    hosts = {host for fd, name in sockets.items() for host, _ in _peer_of(fd, name)}
+    new = {fd: name for fd, name in open_sockets().items() if name not in others} if hosts else {}
+    theirs = ((fd, name) for fd, name in new.items() if any(host in hosts for host, _ in _peer_of(fd, name)))
+    return {fd: name for fd, name in theirs if _is_as_gloo_sets(fd, name)}
+
+
+def _is_as_gloo_sets(fd: int, name: str) -> bool:
+    """Whether a connection has one time limit for sends and receives, and the rest that gloo's have at both ends. The
+    client of a database may set limits, but has no use for SO_REUSEADDR."""
     with suppress(OSError), copy_of_socket(fd, name) as copy:
-        limits = (copy.getsockopt(socket.SOL_SOCKET, one, 16) for one in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO))
-        return all(map(any, limits))
+        switches = ((socket.SOL_SOCKET, socket.SO_REUSEADDR), (socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        limits = {copy.getsockopt(socket.SOL_SOCKET, one, 16) for one in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)}
+        return len(limits) == 1 and any(limits.pop()) and all(copy.getsockopt(*switch) for switch in switches)
     return False
 
 

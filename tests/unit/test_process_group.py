@@ -161,19 +161,26 @@ def test_what_other_threads_open_meanwhile_is_spared(keep: list[socket.socket]) 
     sockets.release()
 
 
-def limited(ends: tuple[socket.socket, socket.socket], *options: int) -> tuple[socket.socket, socket.socket]:
-    """With a time limit for each of these options."""
+BOTH = (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)
+
+
+def limited(
+    ends: tuple[socket.socket, socket.socket], *options: int, is_reused: bool = True, has_delay: bool = False
+) -> tuple[socket.socket, socket.socket]:
+    """With a time limit for each of these options, and the rest as gloo sets it where nothing else is said."""
     for end in ends:
         for option in options:
             end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 1800, 0))
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, is_reused)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, not has_delay)
     return ends
 
 
 @pytest.mark.parametrize("is_formed_ahead", [False, True])
 def test_groups_that_the_trained_code_makes_are_shut_as_well(is_formed_ahead: bool, keep: list[socket.socket]) -> None:
-    """They are told from all else by the limits that gloo sets; one that is formed for the next world is none."""
-    both = (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)
-    sockets, earlier = GroupSockets(), limited(connection(), *both)
+    """They are told from all else by what gloo sets, a database's client on the same host too; one that is formed for
+    the next world is none."""
+    sockets, earlier = GroupSockets(), limited(connection(), *BOTH)
     sockets.begin()
     groups = connection()
     if is_formed_ahead:
@@ -181,19 +188,47 @@ def test_groups_that_the_trained_code_makes_are_shut_as_well(is_formed_ahead: bo
     else:
         sockets.complete()
     before = open_sockets()
-    ahead = limited(connection(), *both)
+    ahead = limited(connection(), *BOTH)
     sockets.spare({fd: name for fd, name in open_sockets().items() if before.get(fd) != name})
-    theirs, plain, half = limited(connection(), *both), connection(), limited(connection(), socket.SO_RCVTIMEO)
-    elsewhere = limited(connection("127.0.0.2"), *both)  # a database's, say
-    keep += [*earlier, *groups, *ahead, *theirs, *plain, *half, *elsewhere]
+    theirs, plain, half = limited(connection(), *BOTH), connection(), limited(connection(), socket.SO_RCVTIMEO)
+    elsewhere = limited(connection("127.0.0.2"), *BOTH)
+    clients = [limited(connection(), *BOTH, is_reused=False), limited(connection(), *BOTH, has_delay=True)]
+    clients += [limited(connection(), *BOTH)]
+    clients[-1][0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 5, 0))
+    clients[-1][1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 5, 0))
+    others = [earlier, ahead, plain, half, elsewhere, *clients]
+    keep += [*groups, *theirs, *(end for ends in others for end in ends)]
     sockets.shut()
-    told = [all(map(is_open, ends)) for ends in (groups, theirs, earlier, ahead, plain, half, elsewhere)]
-    assert told == [False, False, True, True, True, True, True]
+    assert not any(map(is_open, (*groups, *theirs)))
+    assert [all(map(is_open, ends)) for ends in others] == [True] * len(others)
     sockets.forget()
-    later = limited(connection(), *both)
+    later = limited(connection(), *BOTH)
     keep += later
     sockets.shut()
     assert all(map(is_open, later)), "there is no group"
+
+
+def test_one_look_at_what_is_open_is_enough(keep: list[socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes its time where much is open, and the recovery waits for it."""
+    sockets, looks = GroupSockets(), []
+
+    def look() -> dict[int, str]:
+        looks.append(len(looks))
+        return open_sockets()
+
+    monkeypatch.setattr("elastic_train.training.group_sockets.open_sockets", look)
+    sockets.begin()
+    keep += connection()
+    sockets.complete()
+    assert len(looks) == 2
+    sockets.forget()
+    sockets.shut()
+    assert len(looks) == 2, "there is no group"
+    sockets.begin()
+    keep += connection()
+    sockets.shut()
+    assert len(looks) == 4
+    sockets.release()
 
 
 def test_where_a_peer_s_connection_is_not_found_all_are_shut(keep: list[socket.socket]) -> None:
