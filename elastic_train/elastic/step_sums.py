@@ -36,7 +36,7 @@ class LateTotals:
 
     first: MicroBatch
     """of the step; the batch itself would only take memory"""
-    known_loss: float
+    known_loss: float | None
     has_stepped: bool
     """the optimizer; else a GradScaler has skipped the step"""
     may_be_late: bool
@@ -140,7 +140,7 @@ class StepSums:
         self,
         first: MicroBatch,
         own_part: float,
-        known_loss: float,
+        known_loss: float | None,
         *,
         has_stepped: bool,
         has_reduced: bool,
@@ -150,7 +150,7 @@ class StepSums:
 
         Args:
             own_part: this rank's part of the mean loss.
-            known_loss: stands for the mean where a peer is lost.
+            known_loss: stands for the mean where a peer is lost; None where no step before has one.
             has_stepped: the optimizer has.
             has_reduced: the gradients were summed by DDP.
             unread: `own_part`, where the device does not have it yet.

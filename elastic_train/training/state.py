@@ -192,7 +192,7 @@ class TrainState:
         self._is_updating = False
         return has_ended_epoch
 
-    def note_loss(self, loss: float) -> None:
+    def note_loss(self, loss: float | None) -> None:
         """The newest step's mean over all samples, where it was not known at the commit."""
         self.last_loss = self.last_commits[-1]["loss"] = loss
 

@@ -13,8 +13,10 @@ import torch
 
 from elastic_train.config import Config
 from elastic_train.elastic import step_sums
+from elastic_train.elastic.session import Training
+from elastic_train.elastic.session_steps import StepInHand
 from elastic_train.elastic.step_sums import LateTotals, StepSums
-from elastic_train.errors import TrainingDiverged
+from elastic_train.errors import FormationFailed, TrainingDiverged
 from elastic_train.training.step import NO_VOTES
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
@@ -126,3 +128,31 @@ def test_what_the_device_of_the_only_worker_does_not_have_yet_is_waited_for_at_t
     sums.give_up()
     assert told == ([loss] if math.isfinite(loss) else [])
     assert sums.is_sound is math.isfinite(loss)
+
+
+@pytest.mark.parametrize(("last_loss", "shown"), [(None, None), (0.5, 0.5)])
+def test_what_stands_for_a_loss_that_never_comes_is_the_one_before_if_there_is_one(
+    last_loss: float | None, shown: float | None
+) -> None:
+    """Of a rank without samples in the first step of a run, whose peer is lost within it."""
+    told: list[float] = []
+    sums = sums_of_one(told)
+    state: Any = sums._state
+    state.last_loss = last_loss
+    micro_batch: Any = SimpleNamespace(step_samples=1)
+    in_hand = StepInHand(micro_batch, num_samples=0)
+    sums._end.lost = FormationFailed("a peer is lost")
+    steps: Any = SimpleNamespace(
+        required=lambda: in_hand, begin_commit=lambda: True, turn_to_function=lambda: None,
+        commit=lambda loss, *_late: state.commit(loss),
+    )  # fmt: skip
+    anything: Any = SimpleNamespace(
+        state=state, device=None, config=Config(), require_made=lambda: None, owes_best=lambda _state: False,
+        bring_forward=lambda: None, call_off=lambda: None,
+    )  # fmt: skip
+    training = Training(
+        anything, PAIR, anything, steps, sums, anything, anything, anything,
+        votes=lambda: NO_VOTES, stand_in=list, evaluations=anything, check_states=lambda: None,
+    )  # fmt: skip
+    training.commit(math.nan)
+    assert (state.last_loss, state.last_commits[-1]["loss"]) == (shown, shown)
