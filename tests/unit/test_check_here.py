@@ -109,6 +109,16 @@ class Sparse(Task):
         return TensorDataset(torch.arange(64))
 
 
+class Dense(Sparse):
+    """Its optimizer has two moments."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Embedding(1000, 4)
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters())
+
+
 class DoesNotFit(Sparse):
     """Its optimizer takes more memory than there is."""
 
@@ -136,6 +146,17 @@ def test_an_optimizer_that_takes_no_dense_gradients_is_measured_without_its_mome
     measured = measure(Sparse, path)
     assert measured is not None
     assert 4 * 4000 < measured.bytes < 2 * 4 * 4000
+    assert (
+        measured.moments_error
+        == "RuntimeError: SparseAdam does not support dense gradients, please consider Adam instead"
+    )
+
+
+def test_moments_that_are_measured_are_no_error(path: Path) -> None:
+    measured = measure(Dense, path)
+    assert measured is not None
+    assert 3 * 4 * 4000 < measured.bytes < 4 * 4 * 4000
+    assert measured.moments_error is None
 
 
 def test_moments_that_do_not_fit_are_told(path: Path) -> None:

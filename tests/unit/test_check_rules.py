@@ -368,6 +368,16 @@ def test_all_nodes_send_their_shares_of_a_large_state_to_a_bucket(size: int, lev
     assert ("12.0 s by 3 nodes together" in told.what) is (level is Level.FINE)
 
 
+def test_moments_that_could_not_be_measured_are_named_with_the_reason() -> None:
+    """A snapshot is larger than what was measured."""
+    fine, skipped = node_rules.there_is_room(with_worker(job(), 0, moments_error="RuntimeError: sparse ones only"))
+    assert (fine.level, skipped.level) == (Level.FINE, Level.SKIPPED)
+    assert skipped.what == (
+        "the optimizer's moments, which make snapshots larger and slower than is told here: its step with gradients of "
+        "zeros failed (RuntimeError: sparse ones only)"
+    )
+
+
 def test_what_could_not_be_measured_is_skipped_by_name() -> None:
     unknown = with_all(job(), state_bytes=None, snapshot_seconds=None)
     rules: list[Callable[[Gathered], list[Finding]]] = [node_rules.there_is_room, node_rules.grace_is_long_enough]

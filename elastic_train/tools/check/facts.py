@@ -98,6 +98,8 @@ class WorkerFacts:
     """whom --notices has asked, `off` for nobody"""
     notice_seconds: float | None = None
     """that a notice of that one leaves, where it is known before one comes"""
+    moments_error: str | None = None
+    """why what was measured is without the optimizer's moments"""
     wanted_device: str = "auto"
     """by --device"""
 

@@ -43,10 +43,8 @@ MOST_TRIES = 10
 def look_here(
     config: Config, launch: Launch, address: str, directory: TrialPlace, rendezvous: RendezvousFacts
 ) -> WorkerFacts:
-    """Everything that needs no other member. Blocks for the data, the model and a snapshot, as a worker's start does.
-
-    `address` is the IP address by which the others reach this worker.
-    """
+    """Everything that needs no other member; `address` is the IP address by which these reach this worker. Blocks for
+    the data, the model and a snapshot, as a worker's start does."""
     device, device_error = torch.device("cpu"), None
     try:
         device = choose_device(config.device, launch.local_rank)
@@ -93,6 +91,7 @@ def look_here(
         trained=trained_by(config),
         state_bytes=measured.bytes if measured else None,
         snapshot_seconds=measured.seconds if measured else None,
+        moments_error=measured.moments_error if measured else None,
         num_loaders=config.num_workers,
         keep_snapshots=num_kept(config, measured.last_step if measured else 0),
         rendezvous=rendezvous,
@@ -249,6 +248,8 @@ class Measured(NamedTuple):
     """until it is durable"""
     last_step: int
     """with which training ends"""
+    moments_error: str | None
+    """why it is one without the optimizer's moments; None where it has them"""
 
 
 def num_kept(config: Config, last_step: int) -> int:
@@ -262,7 +263,7 @@ def num_kept(config: Config, last_step: int) -> int:
 def measure_snapshot(
     config: Config, device: torch.device, directory: TrialPlace, *, is_writer: bool
 ) -> Measured | None:
-    """Write one; None where this worker writes none. Without moments where the optimizer refuses gradients of zeros.
+    """Write one; None where this worker writes none.
 
     Raises:
         torch.OutOfMemoryError: the moments do not fit.
@@ -276,12 +277,13 @@ def measure_snapshot(
         return None
     for parameter in state.model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    moments_error = None
     try:
         state.optimizer.step()  # moments and the like exist from the first step on
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # of these gradients, not of the task's: SparseAdam takes sparse ones, LBFGS a closure
-        pass
+    except Exception as error:  # of these gradients, not of the task's: SparseAdam takes sparse ones, LBFGS a closure
+        moments_error = f"{type(error).__name__}: {first_line(error)}"
     try:
         with directory.trial() as place:
             writer = SnapshotWriter(place, keep=1, host=host_name(), run_uid="check", task={})
@@ -292,4 +294,4 @@ def measure_snapshot(
     except SnapshotError as error:
         directory.error = first_line(error)
         return None
-    return Measured(written.bytes, written.total_seconds, state.last_step)
+    return Measured(written.bytes, written.total_seconds, state.last_step, moments_error)

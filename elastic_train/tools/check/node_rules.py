@@ -185,10 +185,16 @@ def there_is_room(gathered: Gathered) -> list[Finding]:
                 "a process that fills it up is killed by a bus error",
                 "enlarge it (docker run --shm-size, an emptyDir with medium: Memory), or lower --num-workers",
             )
-    return findings or fine(
+    findings = findings or fine(
         f"room: a snapshot of what {gathered.workers[0].trained} trains takes {human_bytes(size)}; enough in the "
         "snapshot directory and /dev/shm"
     )
+    if (error := next((one.moments_error for one in gathered.workers if one.moments_error), None)) is not None:
+        findings += skipped(
+            "the optimizer's moments, which make snapshots larger and slower than is told here: its step with "
+            f"gradients of zeros failed ({error})"
+        )
+    return findings
 
 
 def grace_is_long_enough(gathered: Gathered) -> list[Finding]:
