@@ -139,9 +139,9 @@ class SessionSteps:
         return self.in_hand is not None
 
     def begin_commit(self) -> bool:
-        """The step in hand is about to be committed, and is from here on whatever happens, unless it is taken back as a
-        whole (`KeptUpdates`). Returns whether the optimizer has stepped; else a GradScaler has skipped it, or gradients
-        add up.
+        """The step in hand counts from here on, whatever happens before its `commit`, unless all of it is put back
+        (`KeptUpdates`). Returns whether the optimizer has stepped; else a GradScaler has skipped it, or gradients add
+        up.
 
         Raises: FormationFailed where it has not, because the reduction was broken off: to a GradScaler that looks like
             an overflow.

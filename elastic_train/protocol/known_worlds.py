@@ -163,8 +163,8 @@ class KnownWorlds:
 
 
 def tell_released(store: KeyValueStore, world: World) -> None:
-    """At the store of another member: this one of `world` is nobody's voter any more. In no world that follows it is
-    this one a member."""
+    """Write into the store of another member that this member of `world` is nobody's voter any more: it is in none of
+    the worlds that follow. Blocks as a store does. Raises: StoreUnreachable."""
     store.put(f"{world.key}/{RELEASED}/{world.me.uid}", "told")
     store.add(RELEASED, 1)  # last: who finds it counted finds the key
 
