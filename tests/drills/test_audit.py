@@ -24,6 +24,7 @@ from tests.drills.small_run import (
     LAST_STEP,
     START,
     Line,
+    edit_json,
     edit_lines,
     mark_as_drill,
     write_lines,
@@ -55,6 +56,33 @@ def test_the_command_ends_in_a_verdict(run_dir: Path, capsys: pytest.CaptureFixt
     assert lines[-2] == "FAIL"
     assert lines[-1].startswith("  snapshots: snapshot ")
     assert any(line.startswith("snapshots    FAIL     broken: ") for line in lines), "no promise looks like a fact"
+
+
+def as_of_an_older_version(run_dir: Path) -> None:
+    """Its incidents did not say where the run stood, nor who had left or joined; and its events told none."""
+
+    def older(result: Line) -> Line:
+        kept = ("cause", "time", "lost_members", "committed_steps_lost", "seconds")
+        return {**result, "incidents": [{name: one[name] for name in kept} for one in result["incidents"]]}
+
+    for path in (run_dir / "events").iterdir():
+        edit_lines(path, lambda lines: [{name: line[name] for name in line if name != "incidents"} for line in lines])
+    edit_json(run_dir / "result.json", older)
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_run_of_an_older_version_is_read(is_over: bool, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    as_of_an_older_version(run_dir)
+    if not is_over:
+        (run_dir / "result.json").unlink()
+        for path in (run_dir / "events").iterdir():
+            edit_lines(path, lambda lines: [line for line in lines if line["event"] != "done"])
+    assert [main([command, str(run_dir)]) for command in ("audit", "report")] == [0, 0]
+    capsys.readouterr()
+    assert main(["status", str(run_dir)]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("incident:")]
+    assert len(told) == is_over, "events told none"
+    assert all(line.endswith(" ago: lost c/0/13") for line in told)
 
 
 def test_directories_of_nodes_are_checked_together(
