@@ -332,7 +332,7 @@ def test_shutting_twice_and_from_many_threads_is_harmless(keep: list[socket.sock
     for thread in threads:
         thread.join()
     sockets.release()
-    assert open_sockets() == before, "no copy is left"
+    assert open_sockets().items() <= before.items(), "no copy is left; those of tests before may have gone"
     assert not any(is_open(end) for end in keep)
 
 
