@@ -77,6 +77,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _say(self, status: int, text: str, **headers: str) -> None:
         self.send_response(status)
+        self.send_header("Connection", "close")  # as it was asked for: most servers repeat that
         if self.server.cloud == "gcp":
             self.send_header("Metadata-Flavor", "Google")
         for name, value in headers.items():

@@ -5,6 +5,7 @@ Redirects are not followed, and no name is looked up for an address that is none
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import ssl
@@ -49,10 +50,11 @@ def ask(
     connection = _connection(address, seconds, tls)
     try:
         connection.connect()
-        connection.sock = _Limited(connection.sock, deadline)
-        connection.request(method, path, headers={**headers, "Connection": "close"})
-        response = connection.getresponse()
-        body = response.read(MOST_BYTES + 1)
+        with contextlib.closing(connection.sock) as sock:
+            connection.sock = _Limited(sock, deadline)
+            connection.request(method, path, headers={**headers, "Connection": "close"})
+            response = connection.getresponse()
+            body = response.read(MOST_BYTES + 1)
     except http.client.InvalidURL:  # which its message would show
         raise NoticeUnreadable(f"{_url(address, path)}: no URL has such characters") from None
     except (OSError, http.client.HTTPException) as error:
@@ -112,5 +114,4 @@ class _Limited(io.RawIOBase):
         return io.BufferedReader(self)
 
     def close(self) -> None:
-        """The socket alone: the response flushes what it reads from once more, after its connection is closed."""
-        self._sock.close()
+        """Does nothing: a connection that is to end closes it before the body is read."""
