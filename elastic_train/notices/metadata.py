@@ -65,6 +65,9 @@ def ask(
         connection.close()
     if len(body) > MOST_BYTES:
         raise NoticeUnreadable(f"{_url(address, path)}: more than {MOST_BYTES} bytes")
+    if response.length:  # what http.client reads in parts it does not compare with what was promised
+        promised = len(body) + response.length
+        raise NoticeUnreadable(f"{_url(address, path)}: it breaks off after {len(body)} of {promised} bytes")
     named = {name.lower(): value for name, value in response.getheaders()}
     return Answer(response.status, named, body.decode(errors="replace"))
 

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from elastic_train.notices.metadata import Answer, ask
+from elastic_train.notices.notice import NoticeUnreadable
+from elastic_train.notices.own_sources import EndpointSource
+from elastic_train.preemption import PreemptionNotice
 from tests.certificates import make_tls
 
 SEGMENT_SECONDS = 0.05
@@ -74,3 +77,26 @@ def test_over_tls_as_well(tmp_path: Path) -> None:
     with answering(head, LONG, tls=server) as address:
         answer = ask(address, "/", {}, tls=ssl.create_default_context(cafile=str(files.ca)))
     assert answer == Answer(200, {"connection": "close", "content-length": str(len(LONG))}, LONG)
+
+
+@pytest.mark.parametrize("came", ["", "not"])
+@pytest.mark.parametrize("head", [CLOSE, "HTTP/1.1 200 OK\r\n"], ids=["close", "kept open"])
+def test_one_that_breaks_off_says_nothing(head: str, came: str) -> None:
+    """An empty text would be a certain notice, and the node would leave."""
+    with answering(f"{head}Content-Length: 6\r\n\r\n", came) as (host, port):
+        source = EndpointSource(f"http://{host}:{port}/gone")
+        with pytest.raises(NoticeUnreadable, match=f"^{host}:{port}/gone: it breaks off after {len(came)} of 6 bytes$"):
+            source.look()
+
+
+def test_one_that_is_empty_is_whole() -> None:
+    with answering(f"{CLOSE}Content-Length: 0\r\n\r\n") as (host, port):
+        assert EndpointSource(f"http://{host}:{port}/gone").look() == PreemptionNotice("http", "notice")
+
+
+def test_of_one_that_is_too_long_its_length_is_told() -> None:
+    with (
+        answering(f"{CLOSE}Content-Length: 65537\r\n\r\n", "x" * 65537) as address,
+        pytest.raises(NoticeUnreadable, match="more than 65536 bytes"),
+    ):
+        ask(address, "/", {})
