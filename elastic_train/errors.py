@@ -10,6 +10,7 @@ ElasticTrainError            ends a worker with one line; `exit_code` says with 
 ├── RunsMixed                snapshots of two runs are there to be continued
 ├── SnapshotError            a snapshot cannot be written or read
 │   ├── SnapshotDamaged      its bytes are not the ones that its manifest promises
+│   │   └── SnapshotDenied   the store refuses to give one of its objects
 │   └── ObjectStoreError     the store of --snapshot-dir URL does not answer, or refuses
 ├── RunDirectoryError        the run directory cannot be used
 │   ├── RunDirectoryInUse    another live job owns it
@@ -98,6 +99,10 @@ class SnapshotError(ElasticTrainError):
 
 class SnapshotDamaged(SnapshotError):
     """The bytes of a snapshot are not the ones that its manifest promises."""
+
+
+class SnapshotDenied(SnapshotDamaged):
+    """The store refuses to give an object of a snapshot, as an archived one: it may be whole, but is not read."""
 
 
 class StoreFault(StrEnum):

@@ -22,13 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import IO, Any, cast
 
-from elastic_train.errors import (
-    ObjectStoreError,
-    SnapshotDamaged,
-    SnapshotError,
-    cause_of,
-    first_line,
-)
+from elastic_train.errors import ObjectStoreError, SnapshotDamaged, SnapshotDenied, SnapshotError, cause_of, first_line
 from elastic_train.storage.appearance import MOST_MANIFEST_BYTES, Appearance, Flight
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.parts import MOST_PART_BYTES, PART_BYTES, Part, PartStream, each, fetch
@@ -45,7 +39,7 @@ from elastic_train.storage.snapshot import (
     require_same_run,
 )
 from elastic_train.storage.state_bytes import HashingFile, SnapshotFile
-from elastic_train.storage.store_urls import errors_told
+from elastic_train.storage.store_urls import errors_told, refusals_told
 
 FORMAT_VERSION = 3
 PART_PREFIX = f"{STATE_FILE}."
@@ -99,10 +93,16 @@ class BucketSnapshot:
         if size is None or size > MOST_MANIFEST_BYTES:
             seen = "is missing" if size is None else f"has {size} bytes, which no manifest has"
             raise SnapshotDamaged(f"snapshot {self}: {MANIFEST_FILE} {seen}")
-        found = self.store.get(self.key_of(MANIFEST_FILE), limit=MOST_MANIFEST_BYTES)
-        if found is None:
+        data = self._get(MANIFEST_FILE, MOST_MANIFEST_BYTES)
+        if data is None:
             raise SnapshotDamaged(f"snapshot {self}: {MANIFEST_FILE} is missing")
-        return parse_manifest(found.data, self, FORMAT_VERSION)
+        return parse_manifest(data, self, FORMAT_VERSION)
+
+    def _get(self, file: str, limit: int) -> bytes | None:
+        """None where there is none. Raises: SnapshotDenied: the store does not give this one."""
+        with refusals_told():
+            found = self.store.get(self.key_of(file), limit)
+        return None if found is None else found.data
 
     @contextlib.contextmanager
     def open_verified(self, promised: SnapshotFile) -> Iterator[IO[bytes]]:
@@ -124,15 +124,13 @@ class BucketSnapshot:
             yield cast("IO[bytes]", file)
 
     def _fetch_into(self, file: IO[bytes], promised: SnapshotFile) -> None:
-        def get(name: str) -> bytes | None:
-            found = self.store.get(self.key_of(name), limit=MOST_PART_BYTES)
-            return None if found is None else found.data
-
         digest = hashlib.sha256()
         try:
-            for data in fetch(self.parts, get):
+            for data in fetch(self.parts, lambda part: self._get(part, MOST_PART_BYTES)):
                 file.write(data)
                 digest.update(data)
+        except SnapshotDenied:
+            raise
         except SnapshotDamaged as error:
             raise SnapshotDamaged(f"snapshot {self}: {error}") from error
         if digest.hexdigest() != promised.sha256:
@@ -205,16 +203,13 @@ class Bucket:
             try:
                 existing = self._existing(place, str(manifest["run_uid"]), key)
                 return existing or self._write_new(place, fill, manifest, key, flight, shared)
-            except ObjectStoreError as error:
+            except (ObjectStoreError, SnapshotDenied) as error:
                 raise SnapshotError(f"snapshot {name} cannot be written: {error}; older ones are untouched") from error
 
     def write_share(self, name: str, shared: SharedState) -> bool:
         """Send this node's share of a snapshot that the first node of a fleet writes now, and help those that do not
-        come to an end. Blocks until the snapshot is there. Returns False where it will not come.
-
-        Raises:
-            SnapshotError: this node cannot send.
-        """
+        come to an end. Blocks until the snapshot is there. Returns False where it will not come. Raises: SnapshotError:
+        this node cannot send."""
         place = self.snapshot(name)
         with errors_told(str(place)):
             stream = self._open_share(place, shared)
@@ -258,6 +253,8 @@ class Bucket:
             return None
         try:
             info = place.read_info(key, files)
+        except SnapshotDenied:
+            raise
         except SnapshotDamaged:
             self.store.delete(place.key_of(MANIFEST_FILE))
             return None

@@ -12,7 +12,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from elastic_train.config import IS_URL
-from elastic_train.errors import OwnershipLost, SnapshotError, StoreFault, UsageError, cause_of, first_line
+from elastic_train.errors import (
+    ObjectStoreError,
+    OwnershipLost,
+    SnapshotDenied,
+    SnapshotError,
+    StoreFault,
+    UsageError,
+    cause_of,
+    first_line,
+)
 
 PACKAGES = {
     "s3": "'elastic_train[remote]'",
@@ -83,6 +92,7 @@ _BY_CODE = {
     "RequestTimeout": StoreFault.TRANSIENT,
     "SlowDown": StoreFault.TRANSIENT,
     "NoSuchBucket": StoreFault.NO_BUCKET,
+    "InvalidObjectState": StoreFault.OTHER,  # it is archived, which no credentials change
     "ExpiredToken": StoreFault.DENIED,
     "InvalidToken": StoreFault.DENIED,
     "QuotaExceeded": StoreFault.FULL,
@@ -190,3 +200,15 @@ def errors_told(place: str) -> Iterator[None]:
     except Exception as error:
         said = f"{type(error).__name__}: {scrub(first_line(error))}"
         raise SnapshotError(f"snapshot {place} cannot be written: {said}; older ones are untouched") from None
+
+
+@contextlib.contextmanager
+def refusals_told() -> Iterator[None]:
+    """That a store refuses to give one object, as a SnapshotDenied: it is no reason to give up on all the others.
+    Who may read nothing is told at the owner's record."""
+    try:
+        yield
+    except ObjectStoreError as error:
+        if error.fault not in (StoreFault.DENIED, StoreFault.OTHER):
+            raise
+        raise SnapshotDenied(str(error)) from error

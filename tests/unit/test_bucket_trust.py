@@ -1,9 +1,10 @@
 """Snapshots below a URL against who is not to be trusted, or not any more: forged ones, a replaced owner, a lost
-answer."""
+answer, an object that the store keeps to itself."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from elastic_train.errors import NewerGeneration, OwnershipLost, SnapshotDamaged, SnapshotError
+from elastic_train.errors import NewerGeneration, ObjectStoreError, OwnershipLost, SnapshotDamaged, SnapshotError
+from elastic_train.storage import places
 from elastic_train.storage.bucket import Bucket
 from elastic_train.storage.bucket_owner import BucketOwner, BucketRecord
 from elastic_train.storage.object_store import ObjectStore, Tries
@@ -20,7 +22,7 @@ from elastic_train.storage.ownership import OWNER_RECORD
 from elastic_train.storage.places import copy_snapshot, place_at
 from elastic_train.storage.snapshot import find_snapshots, read_info, verify
 from elastic_train.storage.snapshot_writer import SnapshotWriter
-from elastic_train.storage.store_arms import MemoryArm
+from elastic_train.storage.store_arms import MemoryArm, Stored
 from elastic_train.storage.store_urls import parse_url
 from tests.unit.test_bucket import KEY, bucket_of, newest, save, url, writer_to
 
@@ -54,6 +56,28 @@ def losing(url: str, **options: Any) -> tuple[Bucket, LosingArm]:
     store = ObjectStore(parse_url(url), Tries(longest_wait=0.01, **options), arm)
     store._is_conditional = True
     return Bucket(store, part_bytes=4096), arm
+
+
+class WithholdingArm(MemoryArm):
+    """Refuses to give some objects, as a store does whose old ones are archived."""
+
+    withheld = re.compile("(?!)")
+    status, code = 403, "InvalidObjectState"
+
+    def read(self, key: str, limit: int | None = None) -> Stored:
+        if self.withheld.search(key):
+            error = OSError("refused")
+            error.response = {  # type: ignore[attr-defined]
+                "Error": {"Code": self.code},
+                "ResponseMetadata": {"HTTPStatusCode": self.status},
+            }
+            raise error
+        return super().read(key, limit)
+
+
+def withholding(url: str) -> tuple[Bucket, WithholdingArm]:
+    arm = WithholdingArm(fsspec.filesystem("memory"), parse_url(url))
+    return bucket_of(url, arm), arm
 
 
 def forge(bucket: Bucket, step: int, generation: int) -> None:
@@ -284,3 +308,77 @@ def test_an_error_that_nobody_thought_of_costs_a_snapshot_and_not_the_training(u
 
     result = save(writer_to(bucket, before_rename=prune_oddly), 1)
     assert "cannot be deleted" in result.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "told"),
+    [(403, "InvalidObjectState", ""), (403, "AccessDenied", "; give credentials that .*"), (400, "InvalidRequest", "")],
+)
+@pytest.mark.parametrize("file", ["manifest.json", "state.pt.00001"])
+def test_one_object_that_the_store_withholds_costs_its_snapshot_alone(
+    url: str, file: str, status: int, code: str, told: str
+) -> None:
+    bucket, arm = withholding(url)
+    for step in (1, 2, 3):
+        save(writer_to(bucket, keep=9), step)
+    arm.withheld, arm.status, arm.code = re.compile(f"000003-gen.*/{file}"), status, code
+    warnings: list[str] = []
+    assert newest(bucket, warnings) == 2
+    [warning] = warnings
+    name = f"step-000000000003-gen-0000-one/{re.escape(file)}"
+    assert re.fullmatch(rf"skipped: {url}: cannot read {name}.*: {code} \({status}\){told}", warning)
+    arm.withheld = WithholdingArm.withheld
+    assert newest(bucket) == 3, "it is there"
+
+
+def test_no_older_one_is_taken_because_a_store_is_busy(url: str) -> None:
+    bucket, arm = withholding(url)
+    for step in (1, 2):
+        save(writer_to(bucket), step)
+    arm.withheld, arm.status, arm.code = re.compile("000002-gen.*/manifest"), 503, "SlowDown"
+    with pytest.raises(ObjectStoreError, match="SlowDown"):
+        newest(bucket)
+
+
+def test_old_ones_go_and_what_is_withheld_stays(url: str) -> None:
+    bucket, arm = withholding(url)
+    for step in (1, 2, 3):
+        save(writer_to(bucket, keep=9), step)
+    archived = {key for key in bucket.store.list() if "000001-gen" in key}
+    arm.withheld = re.compile("000001-gen")
+    started_anew = bucket_of(url, arm)
+    assert save(writer_to(started_anew, keep=1), 4, generation=1).warnings == ()
+    there = bucket.store.list().keys()
+    assert archived <= there
+    assert {key.partition("/")[0] for key in there - archived} == {"step-000000000004-gen-0001-one"}
+
+
+def test_what_is_withheld_is_not_written_over(url: str, tmp_path: Path) -> None:
+    """By another run whose snapshot has the same name; nor by who copies."""
+    bucket, arm = withholding(url)
+    save(writer_to(bucket), 1)
+    copy_snapshot(url, str(tmp_path), warn=pytest.fail)
+    before = {key: bucket.store.get(key) for key in bucket.store.list()}
+    for withheld in ("manifest.json", "state.pt.00001"):
+        arm.withheld = re.compile(f"000001-gen.*/{withheld}")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(places, "place_at", lambda text: bucket if text == url else place_at(text))
+            with pytest.raises(SnapshotError, match="InvalidObjectState"):
+                copy_snapshot(str(tmp_path), url, warn=pytest.fail)
+    arm.withheld = re.compile("000001-gen.*/manifest.json")
+    with pytest.raises(SnapshotError, match=r"cannot be written: .*InvalidObjectState .*; older ones are untouched"):
+        save(writer_to(bucket, run_uid="another"), 1)
+    arm.withheld = WithholdingArm.withheld
+    assert {key: bucket.store.get(key) for key in bucket.store.list()} == before
+
+
+def test_credentials_that_may_read_nothing_are_told_at_the_record_of_the_owner(url: str) -> None:
+    bucket, arm = withholding(url)
+    save(writer_to(bucket), 1)
+    BucketOwner(bucket.store, "one").take("job", 0, lambda: None)
+    arm.withheld, arm.code = re.compile(""), "AccessDenied"
+    assert bucket.find(warn=lambda _withheld: None) == []
+    with pytest.raises(ObjectStoreError, match=r"cannot read owner.json: AccessDenied \(403\); give credentials"):
+        BucketOwner(bucket.store, "two").read()
+    with pytest.raises(ObjectStoreError, match="AccessDenied"):
+        bucket.store.require_writable()

@@ -85,6 +85,7 @@ def response(status: int, code: str) -> Exception:
         (response(409, "ConditionalRequestConflict"), StoreFault.TRANSIENT),
         (response(403, "SignatureDoesNotMatch"), StoreFault.DENIED),
         (response(400, "ExpiredToken"), StoreFault.DENIED),
+        (response(403, "InvalidObjectState"), StoreFault.OTHER),
         (response(404, "NoSuchBucket"), StoreFault.NO_BUCKET),
         (response(412, "PreconditionFailed"), StoreFault.REFUSED),
         (response(507, "InsufficientStorage"), StoreFault.FULL),
