@@ -26,6 +26,7 @@ from elastic_train.storage.snapshot import (
     find_snapshots,
     info_of,
     is_snapshot,
+    name_of,
     open_verified,
     read_info,
     read_manifest,
@@ -86,24 +87,25 @@ def copy_snapshot(
         raise SnapshotError(f"{target} names one snapshot: name what it is to lie in")
     manifest = _manifest_of(info)
     manifest.pop("parts", None)
+    name = name_of(info.step, info.generation, info.host)  # its folder may be called anything
     with open_verified(info) as file:
 
         def fill(into: IO[bytes]) -> None:
             shutil.copyfileobj(file, into)
 
         if isinstance(folder, Path):
-            path = folder / info.name
+            path = folder / name
             if not path.exists() or not _is_whole_copy(path, info, key, warn):
                 try:
-                    LocalFolder(folder).write(info.name, fill, manifest)
+                    LocalFolder(folder).write(name, fill, manifest)
                 except OSError as error:
                     raise SnapshotError(f"snapshot {path} cannot be written: {cause_of(error)}") from error
         else:
-            place = folder.snapshot(info.name)
+            place = folder.snapshot(name)
             if MANIFEST_FILE in place.files() and not _is_whole_copy(place, info, key, warn):
                 folder.delete(place)
-            folder.write(info.name, fill, manifest, key=key)
-    return info, f"{folder}/{info.name}"
+            folder.write(name, fill, manifest, key=key)
+    return info, f"{folder}/{name}"
 
 
 def _is_whole_copy(place: SnapshotPlace, info: SnapshotInfo, key: bytes | None, warn: Callable[[str], None]) -> bool:

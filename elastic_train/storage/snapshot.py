@@ -52,6 +52,15 @@ SnapshotFolder: TypeAlias = "Path | Bucket"
 SnapshotPlace: TypeAlias = "Path | BucketSnapshot"
 
 
+def name_of(step: int, generation: int, host: str) -> str:
+    """By which a place of many has a snapshot, and finds it."""
+    return f"step-{step:012d}-gen-{generation:04d}-{host_in_name(host)}"
+
+
+def host_in_name(host: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", host)
+
+
 @dataclass(frozen=True)
 class SnapshotInfo:
     """One snapshot as its manifest describes it. Its state has the right size, its checksum is not verified yet."""

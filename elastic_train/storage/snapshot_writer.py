@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -18,7 +17,7 @@ from elastic_train.storage.appearance import Flight
 from elastic_train.storage.local_folder import LocalFolder
 from elastic_train.storage.retention import Retention
 from elastic_train.storage.shares import Fleet, shared_by
-from elastic_train.storage.snapshot import SnapshotFolder, SnapshotPlace, SnapshotResult
+from elastic_train.storage.snapshot import SnapshotFolder, SnapshotPlace, SnapshotResult, host_in_name, name_of
 from elastic_train.storage.state_bytes import HostBuffers, require_numbers, size_of, write_state
 from elastic_train.version import VERSION
 
@@ -77,7 +76,7 @@ class SnapshotWriter:
         self._outcomes: list[SnapshotResult | BaseException] = []  # append and pop are atomic
         self._folder = LocalFolder(directory) if isinstance(directory, Path) else directory
         if isinstance(self._folder, LocalFolder):
-            self._folder.remove_leftovers(_host_in_name(host))
+            self._folder.remove_leftovers(host_in_name(host))
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Allocate what the first snapshot of a state of this shape is copied into, beside the caller's work.
@@ -127,7 +126,7 @@ class SnapshotWriter:
             return False
         shared = shared_by(fleet, self._buffers.copy(state))
         assert shared is not None, "a copy has the same sizes"
-        return self._folder.write_share(_name_of(step, generation, fleet.hosts[0]), shared)
+        return self._folder.write_share(name_of(step, generation, fleet.hosts[0]), shared)
 
     def save_in_background(self, state: dict[str, Any], **position: Unpack[SnapshotPosition]) -> bool:
         """Copy the state into the host buffers, start writing it and return; the caller may change the state at once.
@@ -162,7 +161,7 @@ class SnapshotWriter:
         """As `LocalFolder.make_room`, for this state; nothing below a URL."""
         if not isinstance(self._folder, LocalFolder):
             return []
-        host = _host_in_name(self._host)
+        host = host_in_name(self._host)
         return self._folder.make_room(size_of(state), host, keep=self._keep, run_uid=self._run_uid, key=self._key)
 
     def is_busy(self) -> bool:
@@ -216,7 +215,7 @@ class SnapshotWriter:
         fleet: Fleet | None = None,
     ) -> SnapshotResult:
         """`state` is already the writer's own copy."""
-        name, step = _name_of(position["step"], position["generation"], self._host), position["step"]
+        name, step = name_of(position["step"], position["generation"], self._host), position["step"]
         place, shared = self._folder.snapshot(name), shared_by(fleet, state)
 
         def fill(file: IO[bytes]) -> None:
@@ -255,14 +254,6 @@ def _versions() -> dict[str, str]:
     import torch
 
     return {"torch_version": str(torch.__version__), "elastic_train_version": VERSION}
-
-
-def _host_in_name(host: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "_", host)
-
-
-def _name_of(step: int, generation: int, host: str) -> str:
-    return f"step-{step:012d}-gen-{generation:04d}-{_host_in_name(host)}"
 
 
 def _unwritten(path: SnapshotPlace, error: OSError) -> SnapshotError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from elastic_train.storage.object_store import PROBE_SECONDS, ObjectStore, Tries
 from elastic_train.storage.parts import AT_ONCE, PartStream
 from elastic_train.storage.places import copy_snapshot, place_at
 from elastic_train.storage.signature import read_key
-from elastic_train.storage.snapshot import SnapshotResult, find_snapshots, newest_whole, verify
+from elastic_train.storage.snapshot import SnapshotFolder, SnapshotResult, find_snapshots, newest_whole, verify
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.store_arms import MemoryArm, Stored, version_of
 from elastic_train.storage.store_urls import parse_url
@@ -88,7 +89,7 @@ def bucket_of(url: str, arm: MemoryArm | None = None) -> Bucket:
     return Bucket(store, part_bytes=PART_BYTES)
 
 
-def writer_to(bucket: Bucket, **options: Any) -> SnapshotWriter:
+def writer_to(bucket: SnapshotFolder, **options: Any) -> SnapshotWriter:
     return SnapshotWriter(bucket, **{"keep": 2, "host": "one", "run_uid": "run", "task": {}, **options})
 
 
@@ -535,6 +536,23 @@ def test_a_copy_is_the_same_bytes_there_and_back(url: str, tmp_path: Path) -> No
         assert (tmp_path / "back" / name / file).read_bytes() == (tmp_path / name / file).read_bytes()
     with pytest.raises(SnapshotError, match="no whole snapshot in memory://"):
         copy_snapshot(f"{url}/nothing", str(tmp_path / "back"), warn=pytest.fail)
+
+
+@pytest.mark.parametrize("is_url", [False, True])
+@pytest.mark.parametrize("typed", [".", "../mine", "../link"], ids=["inside", "renamed", "link"])
+def test_a_copy_has_the_name_by_which_a_start_finds_it(
+    url: str, typed: str, is_url: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = url if is_url else str(tmp_path / "copies")
+    name = Path(str(save(writer_to(tmp_path / "run", host="a host"), 3).path)).name
+    os.rename(tmp_path / "run" / name, tmp_path / "mine")
+    (tmp_path / "link").symlink_to("mine")
+    monkeypatch.chdir(tmp_path / "mine")
+    for _ in range(2):
+        info, place = copy_snapshot(typed, target, warn=pytest.fail)
+        assert (info.step, place) == (3, f"{target}/{name}")
+    [found] = find_snapshots(place_at(target), warn=pytest.fail)  # type: ignore[arg-type]  # a place of many
+    assert (found.name, found.files) == (name, info.files)
 
 
 def test_a_url_names_one_snapshot_or_many(url: str) -> None:
