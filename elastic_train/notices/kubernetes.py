@@ -40,7 +40,8 @@ class KubernetesSource:
         has_tls: bool = True,
     ) -> None:
         self._tell, self._environ, self._account, self._has_tls = tell, environ, account, has_tls
-        self._forbidden: set[str] = set()
+        self._given: set[str] = set()
+        self._told: set[str] = set()
 
     def look(self) -> PreemptionNotice | None:
         pod_name = self._environ.get("POD_NAME") or self._environ.get("HOSTNAME", "")
@@ -57,17 +58,18 @@ class KubernetesSource:
             raise NoticeUnreadable(f"no pod, or no node, of Kubernetes: {error}") from error
 
     def _get(self, kind: str, path: str) -> dict[str, Any] | None:
-        """None where this pod may not look."""
-        if kind in self._forbidden:
-            return None
+        """None where this pod has never been let look. It asks again: a server whose authorizer has just begun, or is
+        cut off from what it asks, forbids all."""
         address, tls = self._server()
         answer = ask(address, path, {"Authorization": f"Bearer {self._read('token')}"}, tls=tls)
-        if answer.status == FORBIDDEN:
-            self._forbidden.add(kind)
-            self._tell(f"--notices kubernetes: the pod's service account may not get {kind}, which are not looked at")
+        if answer.status == FORBIDDEN and kind not in self._given:
+            if kind not in self._told:
+                self._told.add(kind)
+                self._tell(f"--notices kubernetes: the pod's service account may not get {kind}; it goes on asking")
             return None
-        if answer.status != 200:
+        if answer.status != 200:  # nor is a notice withdrawn because it may not look any more
             raise refuse(answer, address, path)
+        self._given.add(kind)
         return json_object(answer.text)
 
     def _server(self) -> tuple[tuple[str, int], ssl.SSLContext | None]:

@@ -394,18 +394,43 @@ def test_kubernetes_is_asked_what_the_pod_may_see(known: Path, tmp_path: Path) -
             learn(known, **{"/api/v1/namespaces/jobs/pods/train-0": lie})
             with pytest.raises(NoticeUnreadable):
                 source.look()
-        learn(known, **{"/api/v1/namespaces/jobs/pods/train-0": pod, "forbidden": "/api/v1/nodes/n1"})
-        server.asked.clear()
-        assert source.look() is None
-        assert source.look() is None
-        assert server.asked.count("/api/v1/nodes/n1") == 1
-        assert len(told) == 1
-        assert "may not get nodes" in told[0]
-        assert "secret" not in told[0]
+        assert told == []
         (tmp_path / "token").write_text("secret\ninjected: header")
         with pytest.raises(NoticeUnreadable, match="this is no HTTP") as unreadable:
             source.look()
         assert "secret" not in str(unreadable.value)
+
+
+def test_what_kubernetes_forbids_is_told_once_and_asked_again(known: Path, tmp_path: Path) -> None:
+    (tmp_path / "namespace").write_text("jobs")
+    (tmp_path / "token").write_text("secret\n")
+    told: list[str] = []
+    pod_path, node_path = "/api/v1/namespaces/jobs/pods/train-0", "/api/v1/nodes/n1"
+    condition = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+    pod = {"spec": {"nodeName": "n1"}}
+    disrupted = {"status": {"conditions": [condition]}}
+    node = {"spec": {"taints": [{"key": "ToBeDeletedByClusterAutoscaler"}]}}
+    with serving("nobody's", known) as server:
+        environ = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(server.server_port)}
+        source = KubernetesSource(told.append, environ | {"HOSTNAME": "train-0"}, tmp_path, has_tls=False)
+        learn(known, forbidden=pod_path)
+        assert [source.look(), source.look()] == [None, None]
+        assert server.asked == [pod_path] * 2
+        learn(known, **{pod_path: pod, "forbidden": node_path})
+        assert [source.look(), source.look()] == [None, None]
+        assert server.asked[2:] == [pod_path, node_path] * 2
+        learn(known, **{pod_path: pod, node_path: node})
+        assert said(source.look()) == ("the cluster autoscaler deletes the node", None, True)
+        learn(known, **{pod_path: disrupted})
+        assert said(source.look()) == ("the pod is disrupted: EvictionByEvictionAPI", None, True)
+        for forbidden, documents in ((pod_path, {}), (node_path, {pod_path: pod})):
+            learn(known, **documents, forbidden=forbidden)
+            with pytest.raises(NoticeUnreadable, match="status 403"):  # which withdraws no notice
+                source.look()
+    pods, nodes = told
+    assert "may not get pods" in pods
+    assert "may not get nodes" in nodes
+    assert "secret" not in pods + nodes
 
 
 def test_a_file(tmp_path: Path) -> None:
