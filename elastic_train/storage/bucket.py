@@ -360,9 +360,9 @@ class Bucket:
 
     def _is_leftover(self, name: str, files: Files, run_uid: str, key: bytes | None) -> bool:
         """Whether a writer has left it that did not end: parts alone, or a manifest of the run whose parts are gone."""
-        if MANIFEST_FILE not in files:
-            return True
         place = self.snapshot(name)
+        if MANIFEST_FILE not in files:
+            return MANIFEST_FILE not in place.files()  # a copy may be whole by now: who copies owns nothing
         with contextlib.suppress(SnapshotDamaged):
             return info_of(place.read_manifest(files), place, key).run_uid == run_uid
         return False

@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 
 from elastic_train.errors import SnapshotDamaged, SnapshotDenied, SnapshotError, cause_of
 from elastic_train.runlog.reader import Line, dict_of, int_of, newest_first, parse, time_of
-from elastic_train.storage.bucket import Bucket
+from elastic_train.storage.bucket import Bucket, BucketSnapshot
 from elastic_train.storage.bucket_owner import BucketOwner
 from elastic_train.storage.local_folder import LocalFolder
 from elastic_train.storage.object_store import ObjectStore
@@ -105,7 +105,18 @@ def copy_snapshot(
             if MANIFEST_FILE in place.files() and not _is_whole_copy(place, info, key, warn):
                 folder.delete(place)
             folder.write(name, fill, manifest, key=key)
+            _require_left(folder, place, key)
     return info, f"{folder}/{name}"
+
+
+def _require_left(folder: Bucket, place: BucketSnapshot, key: bytes | None) -> None:
+    """A job that trains there takes parts of an earlier generation, while they have no manifest, for a killed writer's.
+    Raises: SnapshotError: it has deleted some; then the rest is deleted, too."""
+    try:
+        place.read_info(key)
+    except SnapshotDamaged as error:
+        folder.delete(place)
+        raise SnapshotError(f"{error}; the job that trains there has deleted it: copy it once more") from error
 
 
 def _is_whole_copy(place: SnapshotPlace, info: SnapshotInfo, key: bytes | None, warn: Callable[[str], None]) -> bool:

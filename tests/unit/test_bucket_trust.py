@@ -20,6 +20,7 @@ from elastic_train.storage.bucket_owner import BucketOwner, BucketRecord
 from elastic_train.storage.object_store import ObjectStore, Tries
 from elastic_train.storage.ownership import OWNER_RECORD
 from elastic_train.storage.places import copy_snapshot, place_at
+from elastic_train.storage.retention import Retention
 from elastic_train.storage.snapshot import find_snapshots, read_info, verify
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.store_arms import MemoryArm, Stored
@@ -145,6 +146,57 @@ def test_a_copy_that_has_rotted_is_no_copy(url: str, tmp_path: Path, is_folder: 
         assert [path.name for path in (tmp_path / "copies").iterdir()] == [info.name]
     else:
         assert len(bucket.store.list()) == 2, "nothing is left of the damaged one"
+
+
+def test_a_copy_that_a_job_has_taken_for_a_leftover_is_not_there(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(writer_to(tmp_path, run_uid="copied"), 7)
+    bucket, arm = losing(url)
+    monkeypatch.setattr(places, "place_at", lambda text: bucket if text == url else place_at(text))
+
+    def prune() -> None:
+        arm.before_put = lambda: None
+        assert save(writer_to(bucket_of(url)), 9, generation=5).warnings == ()
+
+    arm.before_put = prune
+    with pytest.raises(SnapshotError, match=r"state.pt.00000.\w+ is missing.*; .* copy it once more"):
+        copy_snapshot(str(tmp_path), url, warn=pytest.fail)
+    assert {key.partition("/")[0] for key in bucket.store.list()} == {"step-000000000009-gen-0005-one"}
+    copy_snapshot(str(tmp_path), url, warn=pytest.fail)
+    for info in find_snapshots(bucket, warn=pytest.fail):
+        verify(info)
+
+
+class LateArm(MemoryArm):
+    """Does something between a listing and its answer."""
+
+    after_listing: Callable[[], None] | None = None
+
+    def list(self, prefix: str) -> dict[str, int]:
+        found = super().list(prefix)
+        late, self.after_listing = self.after_listing, None
+        if late is not None:
+            late()
+        return found
+
+
+def test_what_becomes_whole_behind_a_listing_is_no_leftover(url: str) -> None:
+    arm = LateArm(fsspec.filesystem("memory"), parse_url(url))
+    bucket = bucket_of(url, arm)
+    save(writer_to(bucket, run_uid="copied"), 7)
+    key = "step-000000000007-gen-0000-one/manifest.json"
+    manifest = bucket.store.get(key)
+    assert manifest is not None
+    bucket.store.delete(key)
+
+    def appear() -> None:
+        bucket.store.put(key, manifest.data)
+
+    arm.after_listing = appear
+    assert bucket.prune("step-000000000009-gen-0005-one", keep=Retention(1), run_uid="run") == []
+    [whole] = find_snapshots(bucket, warn=pytest.fail)
+    verify(whole)
 
 
 def test_forged_ones_do_not_push_out_what_is_signed_in_a_folder(tmp_path: Path) -> None:
