@@ -15,10 +15,17 @@ _LINK_MISSING = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.E
 """link(2) fails so on FAT, SMB and object stores behind FUSE"""
 
 
+def draft_beside(path: Path) -> Path:
+    """Where a file is written before it is renamed. Raises IsADirectoryError: `.` and `/` are replaced by nothing."""
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    return path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+
+
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace a file so that a reader sees the old bytes or the new ones, also after a power cut. Blocks for two
     fsyncs. Raises OSError, and leaves the old file and no temporary one."""
-    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    temporary = draft_beside(path)
     try:
         write_durably(temporary, data)
         os.rename(temporary, path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import secrets
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from elastic_train.errors import SnapshotError, cause_of, first_line
-from elastic_train.storage.atomic_files import fsync_directory
+from elastic_train.storage.atomic_files import draft_beside, fsync_directory
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -62,18 +61,19 @@ def write_dcp(weights: Mapping[str, Any], path: Path) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    draft = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
-        with _alone():
-            save({"model": dict(weights)}, storage_writer=FileSystemWriter(draft), no_dist=True)
-        os.rename(draft, path)  # replaces an empty folder, and nothing else
+        draft = draft_beside(path)
+        try:
+            with _alone():
+                save({"model": dict(weights)}, storage_writer=FileSystemWriter(draft), no_dist=True)
+            os.rename(draft, path)  # replaces an empty folder, and nothing else
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
         fsync_directory(path.parent)
     except OSError as error:
         raise SnapshotError(f"{path} cannot be written: {cause_of(error)}; choose another --output") from error
     except CheckpointException as error:
         raise SnapshotError(f"{path} cannot be written: {_cause_in(error)}; choose another --output") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def read_dcp(path: Path) -> dict[str, Tensor]:

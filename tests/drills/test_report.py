@@ -52,6 +52,12 @@ def shown(dom: str) -> dict[str, str]:
     return dict(re.findall(r'data-name="([^"]+)"[^>]*>([^<]*)<', dom))
 
 
+def test_an_output_that_names_no_file_is_told(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run_dir), "--output", "."]) == 1
+    told = "elastic-train: error: . cannot be written: Is a directory; --output says where else\n"
+    assert capsys.readouterr() == ("", told)
+
+
 def test_it_needs_nothing_else(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run_dir)]) == 0
     page = Path(capsys.readouterr().out.strip())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -141,6 +142,27 @@ class TestSnapshotExport:
         capsys.readouterr()
         assert cli.main(["snapshot", "hash", name]) == 0
         assert capsys.readouterr().out == sha256(30 if is_replaced else 10) + "\n"
+
+    @pytest.mark.parametrize("output", [".", "/", "..", ""])
+    @pytest.mark.parametrize("file_format", ["pt", "safetensors", "dcp"])
+    def test_an_output_that_names_no_file_is_told(
+        self,
+        run_dir: Path,
+        file_format: str,
+        output: str,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        here = run_dir.parent / "above" / "empty"
+        here.mkdir(parents=True)
+        monkeypatch.chdir(here)
+        command = ["snapshot", "export", str(run_dir), "--format", file_format, "--output", output]
+        assert cli.main(command) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        shown = re.escape(str(Path(output)))
+        assert re.fullmatch(rf"elastic-train: error: {shown} cannot be written: [^\n:]+(; choose .*)?\n", err)
+        assert [*here.parent.rglob("*")] == [here]
 
     def test_no_averaged_weights_no_file(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
         output = run_dir / "weights.pt"
