@@ -105,7 +105,8 @@ class BucketOwner:
         """of each run that this process has heard of"""
         self._renewals = 0
         self._version: str | None = None
-        self._lost: OwnershipLost | None = None
+        self._lost: tuple[BucketRecord, OwnershipLost] | None = None
+        """with what was `_mine` then: a world may be entered at any moment, also in that in which this is set"""
         self._stop: threading.Event | None = None
         self.warn: Callable[[str], None] = lambda _outage: None
 
@@ -186,7 +187,6 @@ class BucketOwner:
         renews the record from now on."""
         # Without the lock: who re-forms does not wait for a store that hangs.
         self._mine = BucketRecord(job_token, generation, run_uid, superseded, self._host, os.getpid(), self._now())
-        self._lost = None
         self.release()
         if is_writer:
             self.renew_in_background()
@@ -234,8 +234,9 @@ class BucketOwner:
 
     def raise_if_lost(self) -> None:
         """Costs nothing. Raises: OwnershipLost: found out since the last world."""
-        if self._lost is not None:
-            raise self._lost
+        lost = self._lost
+        if lost is not None and lost[0] is self._mine:
+            raise lost[1]
 
     def check(self) -> None:
         """Renew the record now; called right before something becomes visible.
@@ -274,8 +275,7 @@ class BucketOwner:
                 if self._version is not None:
                     return
         except OwnershipLost as error:
-            if mine is self._mine:  # else a newer world has been entered meanwhile
-                self._lost = error
+            self._lost = mine, error
             raise
         finally:
             self._lock.release()

@@ -252,6 +252,35 @@ def test_a_renewal_that_waits_for_its_turn_has_the_newest_world(store: ObjectSto
     assert record.generation == 4
 
 
+class EnteredLate(BucketOwner):
+    """Enters a world in the moment in which it notes that it has lost the one before."""
+
+    late: Callable[[], None] | None = None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "_lost" and value is not None and self.late is not None:
+            late, self.late = self.late, None
+            late()
+        super().__setattr__(name, value)
+
+
+def test_a_loss_is_of_the_world_in_which_it_was_found(store: ObjectStore) -> None:
+    one, two = EnteredLate(store, "one"), Machine(store, "two")
+    one.take("job", 0, lambda: None)
+    one.enter("job", 0, "run", (), is_writer=False)
+    two.take("job", 1)  # the writer of the next world, which `one` enters as well
+    one.late = lambda: one.enter("job", 1, "run", (), is_writer=False)
+    with pytest.raises(NewerGeneration):
+        one.check()
+    assert one.late is None
+    one.raise_if_lost()
+    one.check()
+    two.take("job", 2)
+    for look in (one.check, one.raise_if_lost, one.raise_if_lost):
+        with pytest.raises(NewerGeneration, match="generation 2"):
+            look()
+
+
 def test_a_survivor_holds_it_between_worlds(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer is lost, and the next world takes longer to form than the next job waits."""
     from elastic_train.storage import bucket_owner
