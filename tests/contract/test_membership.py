@@ -21,6 +21,7 @@ from elastic_train.protocol.job import Admitted, Denied, Job, KnownMembers, Plac
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.plan import Plan, Preparation, mark
+from elastic_train.rendezvous.etcd_members import EtcdJob
 from elastic_train.rules import ITEMS
 from elastic_train.world import Member, World
 from tests.contract.forms import FORMS, MIN_NODES, PATIENCE, PEER_TIMEOUT, Form, PeersInMemory, eventually, member
@@ -265,6 +266,24 @@ def test_who_comes_back_does_not_wait_in_its_own_queue() -> None:
     back.look_from_queue(Waiting(form.member(9), 1))
     assert [job.queue() for job in (jobs[0], jobs[2])] == [[], []]
     assert [waiting.member.uid for waiting in jobs[1].queue()] == ["uid9"]
+
+
+def test_the_watcher_waits_for_no_call_of_the_training_thread(request: pytest.FixtureRequest) -> None:
+    """Which may hold the place in the queue for as long as etcd may be away; meanwhile nobody would be pinged."""
+    form = FORMS["CentralOnEtcd"](request)
+    form.close()  # its watcher
+    job = form.job(0)
+    assert isinstance(job, EtcdJob)
+    job.look_from_queue(Waiting(form.member(0), 1))
+    job._next_keep = 0.0
+    tending = threading.Thread(target=lambda: job.tend(None, is_spokesman=False))
+    with job._queue_lock:
+        tending.start()
+        tending.join(PATIENCE)
+        has_waited = tending.is_alive()
+    tending.join()
+    job.close(None)
+    assert not has_waited
 
 
 def test_a_job_is_closed_whose_store_is_gone() -> None:

@@ -339,7 +339,7 @@ class SimEtcdJob(CentralJob):
             if not self._watching.refresh(self._job_lease):
                 raise LeftOut("this worker's job is over: its lease has run out")
             self._next_keep = now + self._keep_seconds
-            if self._mine is not None:
+            if self._mine is not None and not self._is_locked:
                 self.renew_queue_place(self._watching)
         super().tend(world, is_spokesman=is_spokesman, headless=headless)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 
 from elastic_train.config import Config
 from elastic_train.elastic.connect import Return
@@ -74,7 +75,7 @@ def look(
         snapshot_key=None,
         reporter=SimpleNamespace(warn=warnings.append, events=SimpleNamespace(write=meet)),
         state=SimpleNamespace(run_uid=""),
-        device="cpu",
+        device=torch.device("cpu"),
         task=SimpleNamespace(unused_flags=frozenset(), describe=dict),
         imported_at=0.0,
         built_at=0.0,
