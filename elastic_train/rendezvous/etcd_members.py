@@ -108,12 +108,16 @@ class EtcdJob(CentralJob):
     def renew_queue_place(self, store: ListingStore) -> None:
         assert isinstance(store, EtcdStore), "both of them are"
         with self._queue_lock:
-            mine = self._mine
-            if mine is None or (self._queue_lease and store.etcd.refresh(self._queue_lease)):
-                return
-            lease = store.etcd.grant(self._queue_seconds)
-            store.under(lease).put(self._queue_key, mine.to_json())
-            self._queue_lease = lease  # not before: a lease without the key would be refreshed for ever
+            self._renew_queue_place(store)
+
+    def _renew_queue_place(self, store: EtcdStore) -> None:
+        """Under the lock."""
+        mine = self._mine
+        if mine is None or (self._queue_lease and store.etcd.refresh(self._queue_lease)):
+            return
+        lease = store.etcd.grant(self._queue_seconds)
+        store.under(lease).put(self._queue_key, mine.to_json())
+        self._queue_lease = lease  # not before: a lease without the key would be refreshed for ever
 
     def leave_queue(self) -> None:
         with self._queue_lock:
@@ -129,8 +133,12 @@ class EtcdJob(CentralJob):
         if now >= self._next_keep:
             self._job.keep(self._watching.etcd)
             self._next_keep = now + self._keep_seconds
-            if self._mine is not None:
-                self.renew_queue_place(self._watching)
+            # Else the training thread takes or leaves the place this moment, and may wait long for etcd in that.
+            if self._mine is not None and self._queue_lock.acquire(blocking=False):
+                try:
+                    self._renew_queue_place(self._watching)
+                finally:
+                    self._queue_lock.release()
         super().tend(world, is_spokesman=is_spokesman, headless=headless)
 
     def _last_words(self) -> EtcdStore:

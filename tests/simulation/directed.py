@@ -30,10 +30,10 @@ def late_proof() -> Plan:
     return plan(5, cut, *kills, recovers_at=6.1)
 
 
-def voters_without_state(grace: float | None = None) -> Plan:
+def voters_without_state(grace: float | None = None, after: float = 0.002) -> Plan:
     """2: node 1 has trained alone; three are admitted, and its link fails while the group forms."""
     quiet = replace(plan(4, recovers_at=6.0, founders=1, min_nodes=1), grace=grace)
-    at = when(quiet, "enters generation 1") + 0.002
+    at = when(quiet, "enters generation 1") + after
     return replace(quiet, faults=((at, "partition", (0,), (1, 2, 3)),), recovers_at=at + 8.0)
 
 
