@@ -213,6 +213,8 @@ class Survivors:
                 proposer = found.ranks[0] if found.ranks else None
                 if self._watcher.is_anybody_at_work(world, proposer, limit / 2):
                     counted_from = now
+            if self._watcher.store_silence.is_felt:  # who has come meanwhile cannot say so
+                counted_from = now
             if found.votes or now - started > 2 * self._limits.peer_timeout:
                 self._check()  # not before: the others may decide a world with this member, which then leaves by vote
             if found.votes:  # they may come back: nothing but their silence counts against them from now on

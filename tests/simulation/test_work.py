@@ -85,7 +85,7 @@ def describe(plan: Plan) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nobody_who_works_is_expelled(kind: str, form: str, record_property: Callable[[str, object], None]) -> None:
     grace = FORMS[form]
-    number = NUM_HISTORIES * 2 // 5 if kind == "very long steps" else NUM_HISTORIES
+    number = max(1, NUM_HISTORIES * 2 // 5) if kind == "very long steps" else NUM_HISTORIES
     chunks = [(kind, grace, first) for first in range(FIRST_SEED, FIRST_SEED + number, CHUNK)]
     with two_processes() as pool:
         for seeds in pool.starmap(failing_seeds, chunks, chunksize=1):
@@ -113,6 +113,16 @@ def test_whoever_is_busy_the_others_wait_for_it(busy: int, topology: Topology) -
     plan = Plan(
         1, (1,) * 7, faults, 135.0, min_nodes=1, stall_timeout=None, work=work, directories=(0,) * 7, topology=topology
     )
+    assert failures_of(plan) == []
+
+
+@pytest.mark.parametrize("busy", range(3))
+def test_who_ends_its_work_while_the_one_store_is_away_is_waited_for(busy: int) -> None:
+    """Another one has died meanwhile. Who comes to the agreement then cannot say so until the store is back."""
+    work = Work(busy=(busy, 10, 14.0))
+    faults: list[Fault] = [(8.0, "kill", (busy + 1) % 3)]
+    faults += [(14.0, "lose_store", (0, 1, 2)), (23.0, "find_store", (0, 1, 2))]
+    plan = Plan(1, (1,) * 3, tuple(faults), 60.0, min_nodes=1, stall_timeout=None, work=work, grace=FORMS["one store"])
     assert failures_of(plan) == []
 
 
