@@ -104,6 +104,18 @@ def test_a_node_is_killed_and_another_one_joins(cluster: Cluster) -> None:
         assert noted(cluster, pattern) == places, pattern
 
 
+def test_the_example_with_two_optimizers(cluster: Cluster) -> None:
+    """Alone, without a launcher. Every epoch is judged, the last one too, and the best one kept."""
+    script = str(EXAMPLES / "critic_ddp.py")
+    flags = ["--epochs", "12", "--keep-best", "1", "--run-dir", str(cluster.run_dir)]
+    cluster.finish([cluster.launch([PYTHON, script, *flags], {})])
+    end, [kept] = result(cluster.run_dir), events(cluster.run_dir, "best")[-1:]
+    assert (end["step"], kept["step"]) == (12 * 14, 12 * 14), "it learns: the last one is the best"
+    state = newest_snapshot(cluster.run_dir)[1]
+    assert state["extras"]["judge"]["epochs"] == 12
+    assert state["extras"]["warm_up"]["last_epoch"] == 12 * 14
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_script_that_it_was_made_from(cluster: Cluster) -> None:
