@@ -205,7 +205,7 @@ class Training:
         sums.settle()
         sums.require_finite()
         own_loss = self.state.last_loss if step.is_stand_in or unread else float(loss)  # a stand-in's may be NaN
-        own_part = 0.0 if own_loss is None else own_loss * step.weight
+        own_part = 0.0 if step.is_stand_in or own_loss is None else own_loss * step.weight  # inf * 0 is NaN
         has = {"has_stepped": has_stepped, "has_reduced": step.has_reduced}
         totals = sums.begin(step.first, own_part, own_loss, **has, unread=unread)
         totals.found_inf = step.found_inf

@@ -135,13 +135,24 @@ def test_what_stands_for_a_loss_that_never_comes_is_the_one_before_if_there_is_o
     last_loss: float | None, shown: float | None
 ) -> None:
     """Of a rank without samples in the first step of a run, whose peer is lost within it."""
+    assert commit_stand_in(last_loss, FormationFailed("a peer is lost")) == shown
+
+
+@pytest.mark.parametrize("last_loss", [None, 0.5, math.inf, math.nan])
+def test_a_rank_without_samples_adds_nothing_to_the_mean_whatever_came_before(last_loss: float | None) -> None:
+    """The loss before may be infinite: of a step that a GradScaler has skipped."""
+    assert commit_stand_in(last_loss, None) == 0.0
+
+
+def commit_stand_in(last_loss: float | None, lost: Exception | None) -> float | None:
+    """The loss that is noted for a step in which this rank has no sample."""
     told: list[float] = []
     sums = sums_of_one(told)
     state: Any = sums._state
     state.last_loss = last_loss
     micro_batch: Any = SimpleNamespace(step_samples=1)
     in_hand = StepInHand(micro_batch, num_samples=0)
-    sums._end.lost = FormationFailed("a peer is lost")
+    sums._end.lost = lost
     steps: Any = SimpleNamespace(
         required=lambda: in_hand, begin_commit=lambda: True, turn_to_function=lambda: None,
         commit=lambda loss, *_late: state.commit(loss),
@@ -155,4 +166,6 @@ def test_what_stands_for_a_loss_that_never_comes_is_the_one_before_if_there_is_o
         votes=lambda: NO_VOTES, stand_in=list, evaluations=anything, check_states=lambda: None,
     )  # fmt: skip
     training.commit(math.nan)
-    assert (state.last_loss, state.last_commits[-1]["loss"]) == (shown, shown)
+    assert state.last_commits[-1]["loss"] == state.last_loss
+    noted: float | None = state.last_loss
+    return noted
