@@ -99,10 +99,20 @@ def _read(batches: list[Iterator[Any]]) -> Iterator[Any]:
         yield from batches[0]
     except GeneratorExit:
         if not sys.is_finalizing():  # then no thread starts, and torch ends nothing
+            end_watch(batches[0])
             thread = threading.Thread(target=batches.clear, name="loader-end")  # no daemon: they end with this process
             thread.start()
             _ending.append(thread)
         raise
+
+
+def end_watch(batches: Any) -> None:
+    """From now on the death of one of an iterator's processes raises nothing in the main thread. torch would watch them
+    until all have ended, whoever waits for that. Its private names are used here alone, as in its own
+    `_shutdown_workers`."""
+    if batches._worker_pids_set:
+        torch._C._remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
 
 
 def read_apart(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from elastic_train.config import Config
 from elastic_train.elastic.whole_steps import stand_in_batch
@@ -128,6 +130,35 @@ def test_a_loader_is_let_go_while_its_processes_read() -> None:
     for thread in loader_processes._ending:
         thread.join()
     assert {process.exitcode for process in processes} == {0}
+
+
+def test_a_process_of_a_loader_that_was_let_go_may_die() -> None:
+    """torch raises in the main thread where one of a loader's processes dies, until all have ended."""
+    first, second = sorted(let_go(Gated()), key=lambda process: process.pid)
+    second.kill()  # the first one is waited for, and no thread takes note of this one's end
+    os.waitid(os.P_PID, second.pid, os.WEXITED | os.WNOWAIT)
+    signal.raise_signal(signal.SIGCHLD)  # torch looks at its processes now, if it has not done so
+    first.kill()  # the gate would wait for the other one to come through it
+    loader_processes._ending[-1].join()
+    assert {first.exitcode, second.exitcode} == {-signal.SIGKILL}
+
+
+def test_torch_watches_the_processes_of_a_loader_by_the_private_names_that_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a loader that is let go is watched until its end, or its end fails in a thread."""
+    failed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    batches: Any = iter(DataLoader(TensorDataset(torch.arange(2)), num_workers=1))
+    assert batches._worker_pids_set
+    loader_processes.end_watch(batches)
+    assert not batches._worker_pids_set
+    with pytest.raises(ValueError, match="Cannot find worker information"):
+        torch._C._remove_worker_pids(id(batches))
+    thread = threading.Thread(target=batches._shutdown_workers)
+    thread.start()
+    thread.join()
+    assert failed == []
 
 
 def test_the_processes_of_one_loader_at_most_end_beside_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
