@@ -9,7 +9,7 @@ from elastic_train.elastic.connect import finder_of
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.join_queue import Finder
 from elastic_train.rendezvous.launch import Launch
-from elastic_train.rendezvous.slurm import first_host, torchrun_variables, unused_tasks_warning
+from elastic_train.rendezvous.slurm import NUM_PORTS, first_host, torchrun_variables, unused_tasks_warning
 from elastic_train.stopping import StopSignal
 from elastic_train.tools.drills.nodes import free_port
 
@@ -73,6 +73,14 @@ def test_two_steps_of_a_job_meet_at_two_ports_and_never_take_each_other_for_thei
     assert {launch.run_id for launch in steps} == {"slurm-1234567"}
     after = Launch.from_environment(TASK | {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "1234568"}, None)
     assert after.master not in [launch.master for launch in steps], "the next job's, which may be on the same host"
+
+
+def test_the_steps_of_a_job_leave_the_ports_around_it_to_the_jobs_around_it() -> None:
+    def port_of(step: int) -> int:
+        return int(torchrun_variables(TASK | {"SLURM_STEP_ID": str(step)})["MASTER_PORT"])
+
+    apart = [(port_of(step) - port_of(0)) % NUM_PORTS for step in range(1, 21)]
+    assert min(min(one, NUM_PORTS - one) for one in apart) > 80
 
 
 def finder_at(port: int, environ: dict[str, str]) -> Finder:
