@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from elastic_train.tools.check.endpoint import days_of, expiry_told, look_at_endpoints
 from elastic_train.tools.drills.nodes import free_port
@@ -32,3 +34,13 @@ def test_of_several_endpoints_one_is_enough() -> None:
     assert problem.what.startswith(f"{away} does not resolve")
     assert note.startswith(f"{here} ")
     assert not look_at_endpoints([away]).is_usable
+
+
+def test_a_store_of_another_kind_is_no_endpoint() -> None:
+    """Anybody's torchrun, which has the same port by default"""
+    timeout = timedelta(seconds=5)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    found = look_at_endpoints([f"127.0.0.1:{store.port}"])
+    assert not found.is_usable
+    (problem,) = found.problems
+    assert "is no rendezvous of elastic_train" in problem.what

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from elastic_train.errors import StoreRefused, StoreUnreachable
 from elastic_train.protocol.addresses import split_endpoint
-from elastic_train.protocol.signposts import reach
+from elastic_train.protocol.signposts import reach_sign
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
@@ -51,7 +51,7 @@ def look_at_endpoint(endpoint: str) -> RendezvousFacts:
     except OSError as error:
         return unusable(f"{where} does not answer: {error}", CHECK_ADDRESS)
     try:
-        reach((host, port))
+        reach_sign((host, port))
     except StoreUnreachable:
         return unusable(
             f"what listens at {where} is no rendezvous of elastic_train",
