@@ -107,15 +107,16 @@ def is_local(host: str) -> bool:
 
 def _is_own(ip: str) -> bool:
     """Whether a socket can be bound to an address. Beside keepalived any address can (net.ipv4.ip_nonlocal_bind): then,
-    whether the kernel goes from it to itself."""
+    whether an interface has it."""
     if not _can_bind(ip):
         return False
     if not _can_bind(NOBODY_V6 if ":" in ip else NOBODY):
         return True
-    with suppress(OSError):  # there may be no route
-        source = source_address(ip, 9)
-        return source == ip or ipaddress.ip_address(source).is_loopback
-    return False
+    import psutil  # here: the agent seldom needs it
+
+    address = ipaddress.ip_address(ip)
+    of_interfaces = {one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found}
+    return address.is_loopback or address.is_unspecified or str(address) in of_interfaces
 
 
 def _can_bind(ip: str) -> bool:

@@ -64,12 +64,13 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 BINDS_ANY = """
 ip link set lo up && ip link add v0 type veth peer name v1 && ip link set v1 up && ip link set v0 up || exit 1
-ip address add 10.77.9.1/24 dev v0 && ip address add 10.77.8.1/32 dev v0 || exit 1
+ip address add 10.77.9.1/24 dev v0 && ip address add 10.77.9.3/24 dev v0 || exit 1
+ip address add 10.77.8.1/32 dev v0 || exit 1
 ip address add fd77::1/64 dev v0 nodad || exit 77
 echo 1 > /proc/sys/net/ipv4/ip_nonlocal_bind && echo 1 > /proc/sys/net/ipv6/ip_nonlocal_bind || exit 77
 exec "$@"
 """
-OWN = ("127.0.0.1", "::1", "10.77.9.1", "10.77.8.1", "fd77::1")
+OWN = ("127.0.0.1", "::1", "10.77.9.1", "10.77.9.3", "10.77.8.1", "fd77::1")
 OTHERS = ("10.77.9.2", "10.77.8.2", "fd77::2")
 
 
