@@ -375,12 +375,11 @@ class Signposts:
         self._is_taken = server is None if number == 0 else self._is_taken
         if server is None:
             return False
-        self._servers[number] = server
         store = TorchStore(server, timedelta(seconds=CALL_SECONDS))
-        store.put(HOLDER, self._run_id)
+        store.put(HOLDER, self._run_id)  # where it fails the server goes: to everybody it would be a stranger
         if number == 0:
             store.put(self._key_of_first, json.dumps([self._name, self.describe()]))
-        self._clients[number] = store
+        self._servers[number], self._clients[number] = server, store
         return True
 
     def _is_local(self, number: int) -> bool:

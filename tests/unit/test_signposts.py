@@ -491,6 +491,30 @@ def test_what_fails_in_looking_after_an_endpoint_is_told_once_and_tried_again(
     assert caplog.messages == [f"{where}: RuntimeError: torch cannot", f"{where}: OSError: [Errno 24] too many"]
 
 
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_server_that_does_not_take_its_own_sign_is_none_and_another_takes_its_place(
+    make: Make, clock: Clock, port: int, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """It may be busy for some seconds. Without the sign it was a stranger to everybody, for as long as it lived."""
+    puts: list[str] = []
+    put = signposts.TorchStore.put
+
+    def put_at_last(store: signposts.TorchStore, key: str, text: str) -> None:
+        puts.append(key)
+        if len(puts) == failing:
+            raise StoreUnreachable("no answer within 2 s")
+        put(store, key, text)
+
+    monkeypatch.setattr(signposts.TorchStore, "put", put_at_last)
+    posts = make(port, is_host=True)
+    with pytest.raises(StoreUnreachable, match="no answer within 2 s"):
+        posts.is_beginner()
+    assert is_free(port)
+    assert posts.is_beginner()
+    posts.show([A], "token")
+    assert look(make(port, is_host=False), clock) == (A,)
+
+
 def test_a_sign_of_another_kind_is_of_another_job(make: Make, clock: Clock, port: int) -> None:
     posts = make(port, is_host=True)
     assert posts.is_beginner()
