@@ -12,12 +12,13 @@ from dataclasses import replace
 
 from elastic_train.errors import StoreRefused, StoreUnreachable
 from elastic_train.protocol.addresses import split_endpoint
-from elastic_train.protocol.signposts import reach_sign
+from elastic_train.protocol.signposts import LOOK_SECONDS, STRANGER_SECONDS, Stranger, reach_sign
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.tools.check.facts import Problem, RendezvousFacts
 from elastic_train.wording import count
+from elastic_train.world import Address
 
 CONNECT_SECONDS = 3.0
 CALL_SECONDS = 8.0
@@ -50,14 +51,29 @@ def look_at_endpoint(endpoint: str) -> RendezvousFacts:
         return RendezvousFacts(notes=(f"{where} answers; nobody listens there yet, as before the first node starts",))
     except OSError as error:
         return unusable(f"{where} does not answer: {error}", CHECK_ADDRESS)
-    try:
-        reach_sign((host, port))
-    except StoreUnreachable:
+    if not _is_of_ours((host, port)):
         return unusable(
             f"what listens at {where} is no rendezvous of elastic_train",
             "another program has that port: choose another --rdzv-endpoint",
         )
     return RendezvousFacts(notes=(f"{where} answers as a rendezvous",))
+
+
+def _is_of_ours(address: Address) -> bool:
+    """Whether a job of ours answers at an address. Blocks for STRANGER_SECONDS where another program does: a node that
+    begins to serve it names its run a moment later."""
+    deadline = time.monotonic() + STRANGER_SECONDS
+    while True:
+        try:
+            reach_sign(address)
+        except Stranger:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(LOOK_SECONDS)
+        except StoreUnreachable:
+            return False
+        else:
+            return True
 
 
 def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
