@@ -133,7 +133,8 @@ def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[st
 
 def agreeing(members: Sequence[Member], reference: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Member, ...]]:
     """What they say together, and those who agree with `reference` and with each other. Of two who contradict each
-    other where the reference says nothing the first counts."""
+    other where the reference says nothing the first counts. This holds for the first members only: later ones are
+    compared with what was said then, and not with each other."""
     common, found = dict(reference), []
     for one in members:
         if disagreement(common, one.agreement) is None:
