@@ -117,8 +117,11 @@ class StoreFault(StrEnum):
     """the condition of a write does not hold"""
     DENIED = "denied"
     """credentials are missing, wrong, or not for this"""
+    ARCHIVED = "archived"
+    """the object is in an archive, which no credentials change"""
     FULL = "full"
     OTHER = "other"
+    """nobody knows: of the store, or of its library here"""
 
 
 class ObjectStoreError(SnapshotError):

@@ -92,14 +92,15 @@ _BY_CODE = {
     "RequestTimeout": StoreFault.TRANSIENT,
     "SlowDown": StoreFault.TRANSIENT,
     "NoSuchBucket": StoreFault.NO_BUCKET,
-    "InvalidObjectState": StoreFault.OTHER,  # it is archived, which no credentials change
+    "InvalidObjectState": StoreFault.ARCHIVED,
+    "BlobArchived": StoreFault.ARCHIVED,
     "ExpiredToken": StoreFault.DENIED,
     "InvalidToken": StoreFault.DENIED,
     "QuotaExceeded": StoreFault.FULL,
     "InsufficientStorage": StoreFault.FULL,
     "XMinioStorageFull": StoreFault.FULL,
 }
-"""of S3's protocol, where the HTTP status says less"""
+"""of S3's protocol, and of Azure's, where the HTTP status says less"""
 _BY_STATUS = {
     401: StoreFault.DENIED,
     403: StoreFault.DENIED,
@@ -137,7 +138,8 @@ def fault_of(error: BaseException) -> tuple[StoreFault, str]:
         cause = cause.__cause__
     status = getattr(error, "status_code", None) or getattr(error, "code", None)  # of Azure's and Google's libraries
     if isinstance(status, int):
-        return _by_status(status), f"{first_line(error)} ({status})"
+        fault = _BY_CODE.get(getattr(error, "error_code", "")) or _by_status(status)
+        return fault, f"{first_line(error)} ({status})"
     text = cause_of(error) if isinstance(error, OSError) else first_line(error)
     return _without_status(error), text or type(error).__name__
 
@@ -205,10 +207,11 @@ def errors_told(place: str) -> Iterator[None]:
 @contextlib.contextmanager
 def refusals_told() -> Iterator[None]:
     """That a store refuses to give one object, as a SnapshotDenied: it is no reason to give up on all the others.
-    Who may read nothing is told at the owner's record."""
+    Who may read nothing is told at the owner's record. An error that nobody knows is no refusal: the next try may
+    read it."""
     try:
         yield
     except ObjectStoreError as error:
-        if error.fault not in (StoreFault.DENIED, StoreFault.OTHER):
+        if error.fault not in (StoreFault.DENIED, StoreFault.ARCHIVED):
             raise
         raise SnapshotDenied(str(error)) from error

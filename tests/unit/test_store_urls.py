@@ -77,15 +77,24 @@ def response(status: int, code: str) -> Exception:
     return error
 
 
+def of_azure(status: int, code: str | None) -> Exception:
+    error = Exception("refused")
+    error.status_code, error.error_code = status, code  # type: ignore[attr-defined]
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "fault"),
     [
+        (of_azure(409, "BlobArchived"), StoreFault.ARCHIVED),
+        (of_azure(409, "LeaseIdMissing"), StoreFault.OTHER),
+        (of_azure(403, None), StoreFault.DENIED),
         (response(500, "InternalError"), StoreFault.TRANSIENT),
         (response(503, "SlowDown"), StoreFault.TRANSIENT),
         (response(409, "ConditionalRequestConflict"), StoreFault.TRANSIENT),
         (response(403, "SignatureDoesNotMatch"), StoreFault.DENIED),
         (response(400, "ExpiredToken"), StoreFault.DENIED),
-        (response(403, "InvalidObjectState"), StoreFault.OTHER),
+        (response(403, "InvalidObjectState"), StoreFault.ARCHIVED),
         (response(404, "NoSuchBucket"), StoreFault.NO_BUCKET),
         (response(412, "PreconditionFailed"), StoreFault.REFUSED),
         (response(507, "InsufficientStorage"), StoreFault.FULL),
