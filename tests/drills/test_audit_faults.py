@@ -32,6 +32,7 @@ from tests.drills.small_run import (
     is_of,
     is_second_world,
     mark_as_drill,
+    write_lines,
 )
 
 # --- incidents and faults ---------------------------------------------------------------------------------------------
@@ -211,6 +212,93 @@ def test_a_worker_that_was_lost_before_a_world_that_never_stood(run_dir: Path, t
     for member in MEMBERS[:2]:  # as after a restart, in whose first world nothing has stood yet
         change(events_of(run_dir, member), lambda line: line["event"] == "peer_lost", generation=None)
     assert only_failure(run_dir, "losses") == lost
+
+
+def test_a_worker_that_stopped_before_a_world_that_never_stood_had_left(run_dir: Path) -> None:
+    """Generation 1, without b and c, broke while it formed: a went on alone as generation 2."""
+    a, b, _ = MEMBERS
+    for member in MEMBERS[:2]:
+        change(events_of(run_dir, member), is_of(1), generation=2, world_size=1)
+    change(events_of(run_dir, a), lambda line: line["event"] == "world" and line["generation"] == 2, members=[a])
+
+    def stop(lines: list[Line]) -> list[Line]:
+        return [*filter(is_of(0), lines), {**lines[-1], "generation": 0, "time": START + 1.5, "outcome": "stopped"}]
+
+    edit_lines(events_of(run_dir, b), stop)
+    mark_as_drill(run_dir)
+    left = "losses: b/0/12 of node2 left before generation 2, and no fault was injected there"
+    assert [reason for reason in audit(run_dir).reasons if reason.startswith("losses")] == [left]
+    struck = {"what": "struck", "number": 1, **drawn("stop"), "target": "node2", "step": 3, "limit_seconds": 0.2}
+    struck |= {"time": START + 1.4, "struck_at": START + 1.4, "evidence": "gone", "may_take": ["node2"]}
+    over = [{"what": "undone", "number": 1, "time": START + 1.4}]
+    edit_lines(run_dir / "drill" / "faults.jsonl", lambda lines: [*lines, struck, *over])
+    assert verdicts(audit(run_dir))["losses"] is CheckOutcome.PASS, "it left in time, whenever the next world stood"
+
+
+def test_a_job_that_was_restarted_has_lost_nobody_of_the_one_before(run_dir: Path) -> None:
+    """All were killed and started again, without node 3, as generation 2, which broke before it stood: the first world
+    of the new processes that stood is 3, and says that a peer was lost."""
+    change_to = {member: f"{member[:-2]}2{number}" for number, member in enumerate(MEMBERS, 1)}
+    again = [change_to[member] for member in MEMBERS]
+
+    def end(lines: list[Line]) -> list[Line]:
+        return [line for line in lines if line["event"] != "done"]
+
+    def live(member: str, number: int) -> list[Line]:
+        first, *_ = read_all(events_of(run_dir, member))
+        line = {**first, "world_size": 2, "rank": number, "pid": int(again[number].rpartition("/")[2])}
+        formed = {**line, "generation": 3, "step": LAST_STEP - 1, "time": START + 5.5}
+        world = {
+            "cause": "peer_lost",
+            "members": again[:2],
+            "lost_members": again[2:],
+            "left_members": [],
+            "seconds": {},
+        }
+        return [
+            {**line, "time": START + 4.5},
+            {**line, "time": START + 5.2, "event": "peer_lost", "error": "x", "lost_members": again[2:]},
+            {**formed, "event": "world", **world},
+            {**formed, "event": "restore", "source": "snapshot", "restored_step": LAST_STEP - 1},
+            {**formed, "time": START + 5.8, "step": LAST_STEP, "event": "done", "outcome": "finished"},
+        ]
+
+    lives = {again[number]: live(member, number) for number, member in enumerate(MEMBERS)}
+    lives[again[2]] = lives[again[2]][:1]
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), end)
+    for member, lines in lives.items():
+        write_lines(events_of(run_dir, member), lines)
+    faults: list[Line] = []
+    for number, (name, time, nodes) in enumerate(
+        [("kill", 1.35, ["node3"]), ("kill-all", 3.0, ["node1", "node2"]), ("kill", 5.1, ["node3"])]
+    ):
+        struck = {"what": "struck", "number": number, **drawn(name), "target": ",".join(nodes), "may_take": nodes}
+        struck |= {"step": 3, "limit_seconds": 600.0, "time": START + time, "struck_at": START + time}
+        faults += [struck, {"what": "recovered", "number": number, "time": START + time + 0.5, "seconds": 0.5}]
+    mark_as_drill(run_dir, faults, num_faults=3)
+
+    def start_again(lines: list[Line]) -> list[Line]:
+        ends = {"node1": 3.01, "node2": 3.01, "node3": 1.36}
+        lines = [
+            {**line, "time": START + ends[line["node"]], "code": -9} if line["what"] == "ended" else line
+            for line in lines
+        ]
+        for number, member in enumerate(again, 1):
+            node, is_lost = {"node": f"node{number}"}, member == again[2]
+            lines.append({**node, "time": START + 4.0, "what": "started"})
+            lines.append({**node, "time": START + 4.6, "what": "worker", "member": member})
+            end, code = (5.11, -9) if is_lost else (6.0, 0)
+            lines.append({**node, "time": START + end, "what": "ended", "code": code})
+        return lines
+
+    edit_lines(run_dir / "drill" / "nodes.jsonl", start_again)
+    assert verdicts(audit(run_dir))["losses"] is CheckOutcome.PASS, audit(run_dir).reasons
+    edit_lines(run_dir / "drill" / "faults.jsonl", lambda lines: [line for line in lines if line["number"] != 2])
+    assert [reason for reason in audit(run_dir).reasons if reason.startswith("losses")] == [
+        "losses: c/0/23 of node3 was lost before generation 3, and no fault was injected there",
+        "losses: node3 ended with code -9, and no fault was injected there",
+    ]
 
 
 def test_a_fault_accounts_for_no_later_loss_of_its_node(run_dir: Path) -> None:

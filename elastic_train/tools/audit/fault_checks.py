@@ -71,7 +71,7 @@ def _untold(history: History) -> Iterator[str]:
     entries = [] if result is None else [dict(entry) for entry in result.get("incidents") or ()]
     if result is None or any("generation" not in entry for entry in entries):
         return
-    worlds = list(itertools.takewhile(lambda world: not _is_restored(world), reversed(history.worlds)))
+    worlds = list(itertools.takewhile(lambda world: not world.is_restored, reversed(history.worlds)))
     by_generation = {int(entry["generation"]): entry for entry in entries}
     for world in reversed(worlds):
         if world.generation not in history.steps_of:  # broken at once, it is told of in the next one's
@@ -81,11 +81,6 @@ def _untold(history: History) -> Iterator[str]:
             yield f"{what}: result.json has no incident of it"
         elif missing := world.lost.difference(map(str, entry.get("lost_members") or ())):
             yield f"{what}: its incident in result.json does not name {', '.join(sorted(missing))}, lost by the events"
-
-
-def _is_restored(world: PastWorld) -> bool:
-    """Whether its state may have come from no member of the world before."""
-    return world.cause == "start" or any(source != "peer" for source, _ in world.restores.values())
 
 
 def _may_lose(history: History, time: float) -> bool:

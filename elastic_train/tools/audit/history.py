@@ -58,6 +58,11 @@ class PastWorld:
         return self.steps[-1]
 
     @property
+    def is_restored(self) -> bool:
+        """Whether its state may have come from no member of the world before."""
+        return self.cause == "start" or any(source != "peer" for source, _ in self.restores.values())
+
+    @property
     def restored_from(self) -> str | None:
         """Where the state came from in a world whose members had none: new processes, or members whose states differed.
         None for a world that re-formed in place."""
@@ -195,13 +200,8 @@ class History:
             lasting[world.generation] = fewest
             fewest = min(fewest, world.step)
         lasts = [step for step in self.steps if step.step <= lasting.get(step.generation, math.inf)]
-        kept: list[Step] = []
-        for step in sorted(sorted(lasts, key=attrgetter("generation")), key=attrgetter("step")):
-            if kept and kept[-1].step == step.step:
-                kept[-1] = step
-            else:
-                kept.append(step)
-        return kept
+        by_step = sorted(sorted(lasts, key=attrgetter("generation")), key=attrgetter("step"))
+        return list({step.step: step for step in by_step}.values())
 
     @cached_property
     def last_step(self) -> int:

@@ -40,16 +40,20 @@ def check_losses(history: History) -> Found:
 
 def _gone(history: History) -> Iterator[tuple[str, float, str]]:
     """(member, when, how). A worker that others went on without says so itself; it is lost in their next world, whether
-    that names it or not."""
+    that names it or not; unless it said that it stops. New processes go on without those of an earlier start, and lose
+    none of them."""
     on_the_way, before = _lost_on_the_way(history), frozenset[str]()
+    ends = [line for line in history.of("done") if line.get("outcome") == "stopped"]
+    stopped = {str(line["writer"]): float(line["time"]) for line in ends}
     for world in history.worlds:
-        missed = before.difference(world.members, world.left) if world.cause != "start" else ()
-        lost = {**dict.fromkeys(missed, world.time), **on_the_way.get(world.generation, {})}
+        missed = frozenset() if world.is_restored else before.difference(world.members, world.left)
+        lost = {**dict.fromkeys(missed.difference(stopped), world.time), **on_the_way.get(world.generation, {})}
         for member, time in {**lost, **dict.fromkeys(world.lost, world.time)}.items():
             yield member, time, f"was lost before generation {world.generation}"
         before = frozenset(world.members)
-        for member in world.left:
-            yield member, world.time, f"left before generation {world.generation}"
+        left = {member: stopped[member] for member in missed.intersection(stopped)}
+        for member, time in {**left, **dict.fromkeys(world.left, world.time)}.items():
+            yield member, time, f"left before generation {world.generation}"
     for line in history.of("done"):
         error = str(line.get("error"))
         if line.get("outcome") == "failed" and not error.startswith("LeftOut"):
