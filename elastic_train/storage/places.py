@@ -111,9 +111,11 @@ def copy_snapshot(
 
 def _require_left(folder: Bucket, place: BucketSnapshot, key: bytes | None) -> None:
     """A job that trains there takes parts of an earlier generation, while they have no manifest, for a killed writer's.
-    Raises: SnapshotError: it has deleted some; then the rest is deleted, too."""
+    Raises: SnapshotError: it has deleted some; then the rest is deleted, too. SnapshotDenied: nobody can tell."""
     try:
         place.read_info(key)
+    except SnapshotDenied as error:
+        raise SnapshotDenied(f"snapshot {place} is written, and could not be looked at: {error}") from error
     except SnapshotDamaged as error:
         folder.delete(place)
         raise SnapshotError(f"{error}; the job that trains there has deleted it: copy it once more") from error

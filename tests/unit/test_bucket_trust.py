@@ -13,7 +13,14 @@ from typing import Any
 import fsspec
 import pytest
 
-from elastic_train.errors import NewerGeneration, ObjectStoreError, OwnershipLost, SnapshotDamaged, SnapshotError
+from elastic_train.errors import (
+    NewerGeneration,
+    ObjectStoreError,
+    OwnershipLost,
+    SnapshotDamaged,
+    SnapshotDenied,
+    SnapshotError,
+)
 from elastic_train.storage import places
 from elastic_train.storage.bucket import Bucket
 from elastic_train.storage.bucket_owner import BucketOwner, BucketRecord
@@ -445,6 +452,24 @@ def test_what_is_withheld_is_not_written_over(url: str, tmp_path: Path) -> None:
         save(writer_to(bucket, run_uid="another"), 1)
     arm.withheld = WithholdingArm.withheld
     assert {key: bucket.store.get(key) for key in bucket.store.list()} == before
+
+
+@pytest.mark.parametrize("code", ["InvalidObjectState", "AccessDenied"])
+def test_a_copy_that_cannot_be_looked_at_stays(
+    url: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Credentials that may write and not read, say; what was written is whole."""
+    save(writer_to(tmp_path), 1)  # type: ignore[arg-type]  # a folder is one, too
+    bucket, arm = withholding(url)
+    arm.code = code
+    monkeypatch.setattr(bucket, "note_visible", lambda _: setattr(arm, "withheld", re.compile("manifest.json")))
+    monkeypatch.setattr(places, "place_at", lambda text: bucket if text == url else place_at(text))
+    name = "step-000000000001-gen-0000-one"
+    with pytest.raises(SnapshotDenied, match=f"{name} is written, and could not be looked at: .*{code}") as raised:
+        copy_snapshot(str(tmp_path), url, warn=pytest.fail)
+    assert "has deleted" not in str(raised.value)
+    arm.withheld = WithholdingArm.withheld
+    assert newest(bucket) == 1
 
 
 def test_credentials_that_may_read_nothing_are_told_at_the_record_of_the_owner(url: str) -> None:
