@@ -100,9 +100,18 @@ class SnapshotError(ElasticTrainError):
 class SnapshotDamaged(SnapshotError):
     """The bytes of a snapshot are not the ones that its manifest promises."""
 
+    @property
+    def warning(self) -> str:
+        """Of who goes on without it."""
+        return f"skipped: {self}"
+
 
 class SnapshotDenied(SnapshotDamaged):
     """The store refuses to give an object of a snapshot, as an archived one: it may be whole, but is not read."""
+
+    @property
+    def warning(self) -> str:
+        return f"not read: {self}"
 
 
 class StoreFault(StrEnum):

@@ -224,7 +224,7 @@ def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn:
     except TaskMismatch as error:
         return {"mismatch": str(error)}
     except SnapshotDamaged as error:
-        warn(f"skipped: {error}")
+        warn(error.warning)
         return {}
     except SnapshotError as error:
         return {"incompatible": str(error)}

@@ -163,7 +163,7 @@ class Bucket:
             try:
                 found.append(self.snapshot(name).read_info(key, files))
             except SnapshotDamaged as error:
-                warn(f"skipped: {error}")
+                warn(error.warning)
         return found
 
     def _list(self) -> dict[str, dict[str, int]]:

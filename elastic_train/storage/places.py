@@ -152,7 +152,7 @@ def _whole_one(place: SnapshotPlace | SnapshotFolder, warn: Callable[[str], None
             verify(info)
             return info
         except SnapshotDamaged as error:
-            warn(f"skipped: {error}")
+            warn(error.warning)
     raise SnapshotError(f"no whole snapshot in {folder}")
 
 

@@ -233,7 +233,7 @@ def find_snapshots(
             found.append(read_info(path, key))
         except SnapshotDamaged as error:
             if path.exists():  # else its writer has pruned it since
-                warn(f"skipped: {error}")
+                warn(error.warning)
     return newest_first(found)
 
 
@@ -358,7 +358,7 @@ def first_whole(
         try:
             return info, load_state(info, map_location)
         except SnapshotDamaged as error:
-            warn(f"skipped: {error}")
+            warn(error.warning)
     return None
 
 

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -150,32 +151,36 @@ def list_snapshots(arguments: argparse.Namespace) -> int:
 
 
 def verify_snapshots(arguments: argparse.Namespace) -> int:
-    """Prints a line per snapshot; 1 if one is damaged or there is none."""
+    """Prints a line per snapshot; 1 if one is damaged or not read, or there is none."""
     from elastic_train.storage.places import place_at, snapshots_in
     from elastic_train.storage.snapshot import find_snapshots, is_snapshot, read_info, verify
 
-    damaged = []
+    others: list[str] = []
+
+    def note(warning: str) -> None:
+        others.append(re.sub("^skipped: ", "damaged: ", warning))
+
     place, key = place_at(arguments.path), _key(arguments)
     if is_snapshot(place):
         infos = []
         try:
             infos = [read_info(place, key)]
         except SnapshotDamaged as error:
-            damaged.append(str(error))
+            note(error.warning)
     else:
-        infos = find_snapshots(snapshots_in(place), warn=lambda line: damaged.append(_without_skipped(line)), key=key)
+        infos = find_snapshots(snapshots_in(place), warn=note, key=key)
     for info in infos:
         try:
             verify(info)
         except SnapshotDamaged as error:
-            damaged.append(str(error))
+            note(error.warning)
         else:
             print(f"whole: {info.path}")
-    for message in damaged:
-        print(f"damaged: {message}")
-    if not infos and not damaged:
+    for line in others:
+        print(line)
+    if not infos and not others:
         raise SnapshotError(f"no snapshot in {snapshots_in(place)}")
-    return 1 if damaged else 0
+    return 1 if others else 0
 
 
 def hash_snapshot(arguments: argparse.Namespace) -> int:
@@ -266,7 +271,3 @@ def run_benchmark(arguments: argparse.Namespace) -> int:
 
 def _warn(message: str) -> None:
     print(f"elastic-train: warning: {message}", file=sys.stderr, flush=True)
-
-
-def _without_skipped(message: str) -> str:
-    return message.removeprefix("skipped: ")

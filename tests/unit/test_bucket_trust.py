@@ -13,6 +13,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from elastic_train import cli
 from elastic_train.errors import (
     NewerGeneration,
     ObjectStoreError,
@@ -385,7 +386,7 @@ def test_one_object_that_the_store_withholds_costs_its_snapshot_alone(
     assert newest(bucket, warnings) == 2
     [warning] = warnings
     name = f"step-000000000003-gen-0000-one/{re.escape(file)}"
-    assert re.fullmatch(rf"skipped: {url}: cannot read {name}.*: {code} \({status}\){told}", warning)
+    assert re.fullmatch(rf"not read: {url}: cannot read {name}.*: {code} \({status}\){told}", warning)
     arm.withheld = WithholdingArm.withheld
     assert newest(bucket) == 3, "it is there"
 
@@ -401,6 +402,28 @@ def test_no_older_one_is_taken_because_a_store_is_busy_or_says_something_odd(
     arm.withheld, arm.status, arm.code = re.compile(f"000002-gen.*/{file}"), status, code
     with pytest.raises(ObjectStoreError, match=code):
         newest(bucket)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "state.pt.00001"])
+def test_what_is_withheld_is_not_said_to_be_damaged(
+    url: str, file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket, arm = withholding(url)
+    for step in (1, 2, 3):
+        save(writer_to(bucket, keep=9), step)
+    names = {step: f"step-{step:012}-gen-0000-one" for step in (1, 2, 3)}
+    bucket.store.put(f"{names[2]}/manifest.json", b"{")
+    arm.withheld = re.compile(f"000003-gen.*/{file}")
+    there = {url: bucket, f"{url}/{names[3]}": bucket.snapshot(names[3])}
+    monkeypatch.setattr(places, "place_at", there.__getitem__)
+    not_read = f"not read: {url}: cannot read {names[3]}/{file}"
+    assert cli.main(["snapshot", "verify", url]) == 1
+    whole, *others = capsys.readouterr().out.splitlines()
+    assert whole == f"whole: {url}/{names[1]}"
+    assert {line.split(": ")[0] for line in others} == {"damaged", "not read"}
+    assert [line for line in others if line.startswith(not_read)]
+    assert cli.main(["snapshot", "verify", f"{url}/{names[3]}"]) == 1
+    assert capsys.readouterr().out.startswith(not_read)
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "state.pt.00001"])
