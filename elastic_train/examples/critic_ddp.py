@@ -13,7 +13,7 @@ import elastic_train
 PATIENCE = 5
 
 
-class Judge:
+class Referee:
     """Looks at the painter after each epoch. Its state is among the extras: a newcomer has it, and the next start."""
 
     def __init__(self, data: Tensor) -> None:
@@ -46,14 +46,14 @@ def main() -> None:
     critic_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-4)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=50)
     lines = torch.eye(64)[torch.randint(0, 64, (1024, 8))].sum(1)
-    judge = Judge(lines[:128])
+    referee = Referee(lines[:128])
 
     def train(training: elastic_train.Training) -> None:
         ddp, ddp_critic = training.parallel(), training.parallel(critic)
         for epoch in training.epochs():
-            if judge.epochs < epoch:  # at the top: where a peer is lost meanwhile, it is done again
-                judge.look(training, painter)
-            if judge.num_worse >= PATIENCE:
+            if referee.epochs < epoch:  # at the top: where a peer is lost meanwhile, it is done again
+                referee.look(training, painter)
+            if referee.num_worse >= PATIENCE:
                 return
             for (real,) in training.batches():
                 drawn = ddp(real)
@@ -67,9 +67,9 @@ def main() -> None:
                 optimizer.step()
                 warm_up.step()
                 training.commit(loss)
-        judge.look(training, painter)
+        referee.look(training, painter)
 
-    extras = {"critic": critic, "critic_optimizer": critic_optimizer, "warm_up": warm_up, "judge": judge}
+    extras = {"critic": critic, "critic_optimizer": critic_optimizer, "warm_up": warm_up, "referee": referee}
     elastic_train.run(train, painter, optimizer, TensorDataset(lines[128:]), elastic_train.parse_flags(), extras=extras)
 
 

@@ -112,7 +112,7 @@ def test_the_example_with_two_optimizers(cluster: Cluster) -> None:
     end, [kept] = result(cluster.run_dir), events(cluster.run_dir, "best")[-1:]
     assert (end["step"], kept["step"]) == (12 * 14, 12 * 14), "it learns: the last one is the best"
     state = newest_snapshot(cluster.run_dir)[1]
-    assert state["extras"]["judge"]["epochs"] == 12
+    assert state["extras"]["referee"]["epochs"] == 12
     assert state["extras"]["warm_up"]["last_epoch"] == 12 * 14
 
 
