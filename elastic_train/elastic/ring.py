@@ -225,6 +225,7 @@ class Stages:
         assert resumed is not None, "all have come to one state"
         self._waits_until = None
         state.clock.enter(Phase.TRAIN)
+        parts.saver.begin(state)
         if resumed.first_ranks == world.world_size:  # else those who trained have just evaluated what was due
             parts.trainer.evaluate_if_missed(world)
         membership.watcher.do(Activity.COMPUTE)

@@ -82,7 +82,7 @@ class Saver:
                 self._note_due(self._world, state)
             return False
         self._files.raise_if_replaced()
-        is_new_best = self._is_new_best(state)
+        is_new_best = self.owes_best(state)
         if self._interval.steps == 0 and not is_new_best:
             return False
         is_writing = self._snapshots is not None and self._snapshots.is_busy()
@@ -98,15 +98,16 @@ class Saver:
             return False  # it is saved at the end anyway
         return is_new_best or (self._schedule.is_overdue and not self.writer().is_busy())
 
-    def _is_new_best(self, state: TrainState) -> bool:
-        """Whether the weights of this very step are the best so far, and are to be kept."""
-        is_best = state.ratings.best is not None and state.ratings.best[0] == state.step
-        return bool(self._worker.config.keep_best) and is_best and self._best_step != state.step
+    def begin(self, state: TrainState) -> None:
+        """A world is about to train; the best state that this worker's first one begins with has its snapshot."""
+        if not self._has_begun and self.owes_best(state):
+            self._best_step = state.step
+        self._has_begun = True
 
     def owes_best(self, state: TrainState) -> bool:
-        """As a world begins to train: whether the one before has ended between its best evaluation and the snapshot."""
-        is_first, self._has_begun = not self._has_begun, True
-        return not is_first and self._is_new_best(state)
+        """Whether the weights of this very step are the best so far, are to be kept, and are not saved yet."""
+        is_best = state.ratings.best is not None and state.ratings.best[0] == state.step
+        return bool(self._worker.config.keep_best) and is_best and self._best_step != state.step
 
     def _adapt(self, state: TrainState) -> None:
         if (changed := self._schedule.adapt(state)) is not None:
@@ -131,7 +132,7 @@ class Saver:
     def save(self, state: TrainState) -> None:
         """In the background; returns when the state is copied."""
         with state.clock.during(Phase.SNAPSHOT):
-            if self._is_new_best(state):
+            if self.owes_best(state):
                 self._make_room_for_best(state)
             started_at = self._now()
             if self.writer().save_in_background(state.state_dict(), **self._position(state)):

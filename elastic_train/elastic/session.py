@@ -66,7 +66,7 @@ class Training:
         self._whole = whole
         self._end = end
         self._votes, self._stand_in, self._evaluations, self.check_states = votes, stand_in, evaluations, check_states
-        self._saved_step = -1 if saver.owes_best(self.state) else self.state.step
+        self._saved_step = self.state.step
 
     @property
     def model(self) -> nn.Module:
@@ -240,7 +240,7 @@ class Training:
         self.state.lock.hold()
         self._end.raise_if_lost()
         state, saver = self.state, self._saver
-        if self._saved_step != state.step and not is_saved_later:
+        if not is_saved_later and (saver.owes_best(state) or self._saved_step != state.step):  # keep() before a commit
             self._saved_step = state.step
             if saver.is_due(state):
                 self._sums.settle()  # only this rank does, where a snapshot was put off: what it finds has to wait

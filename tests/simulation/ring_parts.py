@@ -158,6 +158,9 @@ class SimParts:
         self._simulation.note_world(self._worker, world, self._before)
         self._before = world
 
+    def begin(self, _state: Any) -> None:
+        """As Saver: a world is about to train."""
+
     def claim(self, _world: World, *, has_state: bool) -> None:
         pass
 

@@ -144,6 +144,7 @@ class Fake:
             share_cores=lambda _world: None,
         )
         part: Any = SimpleNamespace(
+            begin=lambda _state: None,
             run=self.run,
             warm_up=noting("warm up"),
             evaluate_if_missed=lambda _world: None,

@@ -191,9 +191,13 @@ def test_the_best_is_owed_by_the_next_world_where_one_has_ended_before_its_snaps
     training = start(snapshot_every=0, keep_best=1)
     training.steps(4)
     training.rate(0.5)
-    assert not training.saver.owes_best(training.state), "what a run begins with has a snapshot, or is not to have one"
+    training.saver.begin(training.state)
+    assert not training.saver.owes_best(training.state), "what a run begins with has a snapshot"
+    training.steps(1)
+    training.rate(0.6)
+    training.saver.begin(training.state)
     assert training.saver.owes_best(training.state)
-    assert training.save_if_due() == [4]
+    assert training.save_if_due() == [5]
     assert not training.saver.owes_best(training.state)
 
 
@@ -268,6 +272,22 @@ def test_a_loop_of_ones_own_says_how_good_its_model_is(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     infos = find_snapshots(tmp_path / "run" / "snapshots", warn=pytest.fail)
     assert [(info.step, info.metric) for info in infos] == [(16, 0.6), (8, 0.9)]
+
+
+def test_what_a_start_begins_with_is_kept_where_it_turns_out_to_be_the_best(tmp_path: Path) -> None:
+    """As in a world that follows one which was broken off in an evaluation: it is rated before any commit."""
+    script = tmp_path / "own.py"
+    top = "for epoch in training.epochs():\n        if epoch == 2: training.keep(0.5)"
+    text = OWN_LOOP.replace("for epoch in training.epochs():", top)
+    text = text.replace("        training.keep([0.5, 0.9, 0.7, 0.6][epoch])", "        if epoch == 1 and stops: return")
+    flags = ("--epochs", "4", "--global-batch-size", "8", "--snapshot-every", "0", "--keep-snapshots", "1")
+    for stops in (True, False):
+        script.write_text(f"stops = {stops}\n{text}")
+        command = [sys.executable, script, *flags, "--keep-best", "1", "--run-dir", tmp_path / "run"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+    infos = find_snapshots(tmp_path / "run" / "snapshots", warn=pytest.fail)
+    assert [(info.step, info.metric) for info in infos] == [(16, None), (8, 0.5)]
 
 
 def test_where_all_stop_each_node_sends_its_share_to_the_bucket(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
