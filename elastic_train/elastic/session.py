@@ -131,7 +131,6 @@ class Training:
         state = self.state
         epoch = state.epoch
         while state.epoch == epoch and not state.is_finished:
-            self._steps.require_committed()
             self._between_steps()
             yield self._steps.begin()
             self._steps.require_committed()
@@ -237,7 +236,7 @@ class Training:
         self._worker.reporter.report(message)
 
     def _between_steps(self, *, is_saved_later: bool = False) -> None:
-        self.state.lock.hold()
+        self._steps.ask()
         self._end.raise_if_lost()
         state, saver = self.state, self._saver
         if not is_saved_later and (saver.owes_best(state) or self._saved_step != state.step):  # keep() before a commit
@@ -257,7 +256,7 @@ class Training:
 
     def finish(self) -> None:
         """The training function has returned. Raises: what ended the world; UsageError; TrainingDiverged."""
-        self._steps.require_committed()
+        self._steps.ask()
         self._sums.settle()
         self._sums.require_finite()
         self._end.bring_forward()

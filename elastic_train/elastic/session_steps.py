@@ -88,6 +88,8 @@ class SessionSteps:
         self._is_own_code, self._is_alone = is_own_code, is_alone
         self._require_unbroken, self._reading, self._note_unstepped = require_unbroken, reading, note_unstepped
         self.in_hand: StepInHand | None = None
+        self._is_after_epoch = False
+        """an epoch's last step is committed, and the function has not asked for what comes next"""
 
     def required(self) -> StepInHand:
         """The step in hand. Raises: UsageError where there is none."""
@@ -161,7 +163,7 @@ class SessionSteps:
         step, state = self.required(), self._worker.state
         self.in_hand = None
         step.unfreeze()
-        state.commit(loss)
+        self._is_after_epoch = state.commit(loss)
         self._worker.reporter.note_commit(state.step)
         self._sums.late = late
         if late is None and is_told:
@@ -173,7 +175,17 @@ class SessionSteps:
     def commit_what_is_applied(self, error: str | None = None) -> bool:
         """The world is over, by an `error` of the user's code or else a lost peer, and the step before is settled.
         Where the weights are those after the step in hand, the step is done, unless all of it can be put back. Returns
-        whether it is. Does not block."""
+        whether it is. Does not block. Warns of what the next world does not do again."""
+        is_done = self._commit_applied(error)
+        if self._is_after_epoch and self._is_own_code and error is None:
+            self._worker.reporter.warn(
+                f"what the training function does after step {self._worker.state.step}, the last of an epoch (an "
+                "evaluation, say), was broken off, and is not done again: what must not be missed stands at the top of "
+                "the loop (elastic_train/training/README.md)"
+            )
+        return is_done
+
+    def _commit_applied(self, error: str | None) -> bool:
         state = self._worker.state
         if self.in_hand is None or not self.in_hand.is_applied or state.kept.updates.are_kept:
             return False
@@ -191,6 +203,13 @@ class SessionSteps:
         self.commit(state.last_loss, is_told=error is None or self._is_alone)
         state.lock.hold()
         return True
+
+    def ask(self) -> None:
+        """The function asks for what comes next, or has returned: it is through with what follows the step before.
+        Raises: as `require_committed`."""
+        self.require_committed()
+        self._worker.state.lock.hold()
+        self._is_after_epoch = False
 
     def let_go_between(self) -> None:
         """The user's own code is outside of a step: what it does not step itself can be saved."""

@@ -17,7 +17,7 @@ from elastic_train.config import Config
 from elastic_train.elastic.loop import bundled
 from elastic_train.elastic.trainer import Program, Trainer
 from elastic_train.elastic.world_end import votes_of
-from elastic_train.errors import UsageError
+from elastic_train.errors import FormationFailed, UsageError
 from elastic_train.protocol.heartbeat import FIRST_SECONDS, LEAST_SECONDS, Pace
 from elastic_train.rules import Activity
 from elastic_train.training.group_sockets import GroupSockets
@@ -128,6 +128,34 @@ def test_weights_that_are_changed_between_passes_are_kept_from_the_second_step_o
     loop.run(WORLD, steps(Watched()))
     assert found == [(False, False), (True, False)]
     assert not [line for line in told if line.startswith("warning")]
+
+
+@pytest.mark.parametrize("where", ["within", "after", "top", "returned"])
+def test_what_follows_an_epoch_is_told_where_it_is_broken_off(where: str) -> None:
+    """The next world begins with the next epoch: nothing else would say that an evaluation is missing."""
+    gone = FormationFailed("a peer is lost")
+
+    def train(training: Any) -> None:
+        for epoch in training.epochs():
+            if where == "top" and epoch == 1:
+                raise gone
+            for _ in training.batches():
+                training.optimizer.step()
+                training.commit(0.0)
+                if where == "within" and training.state.step == 1:
+                    raise gone
+            if where == "after":
+                raise gone
+            if where == "returned":
+                training._end.lost = gone
+                return
+
+    loop, state, told = make_loop(Watched(), train)
+    state.epochs, state.last_step = 2, 4
+    with pytest.raises(FormationFailed):
+        loop.run(WORLD, steps(Watched()))
+    warnings = [line for line in told if line.startswith("warning: what the training function does after step 2,")]
+    assert len(warnings) == (where == "after")
 
 
 @pytest.mark.parametrize("extra", [None, "ema", "scheduler"])
