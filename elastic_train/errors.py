@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 
 TRACEBACK_HEAD = "Traceback (most recent call last):"
+OWN_NOTE = "elastic_train: "
 
 
 class ElasticTrainError(Exception):
@@ -256,15 +257,24 @@ def first_line(error: BaseException) -> str:
 
 def kind_and_line(error: BaseException) -> str:
     """An error of the code that is trained, with its type, fit for one line; of one that a loader process has raised
-    the original, which torch puts with its traceback into the message."""
+    the original, which torch puts with its traceback into the message. With what `add_own_note` has said of it."""
     name, line = type(error).__name__, first_line(error)
+    lines = str(error).strip().splitlines()
+    texts = (*lines, *getattr(error, "__notes__", ()))  # a loader process has it in the traceback
+    notes = [one.removeprefix(OWN_NOTE) for one in texts if one.startswith(OWN_NOTE)]
+    said = f" ({'; '.join(notes)})" if notes else ""
     if TRACEBACK_HEAD in str(error):
-        lines = str(error).strip().splitlines()
+        lines = [one for one in lines if not one.startswith(OWN_NOTE)]
         named = [one for one in lines if one.partition(":")[0].rpartition(".")[2] == name]
         if named:
-            return named[-1]
+            return named[-1] + said
         line = lines[-1]
-    return line if line == name else f"{name}: {line}"
+    return (line if line == name else f"{name}: {line}") + said
+
+
+def add_own_note(error: BaseException, note: str) -> None:
+    """Below its traceback, and in its one line: the error's own words seldom say where it was."""
+    error.add_note(OWN_NOTE + note)
 
 
 def cause_of(error: OSError) -> str:

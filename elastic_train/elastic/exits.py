@@ -26,6 +26,7 @@ from elastic_train.errors import (
     OwnershipLost,
     StoreUnreachable,
     Superseded,
+    add_own_note,
     first_line,
 )
 from elastic_train.observe.reporting import Reporter
@@ -285,7 +286,7 @@ class Exits:
             said = self.save_for_next_start(world, MEND_FIRST)
         except Exception as failed:  # of a broken device, say; what broke it says more
             said = f"the state of step {state.step} could not be saved: {first_line(failed)}"
-        error.add_note(f"elastic_train: {said}")
+        add_own_note(error, said)
 
     def _save_alone(self, advice: str) -> str:
         try:

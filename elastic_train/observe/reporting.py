@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elastic_train.errors import kind_and_line
 from elastic_train.observe.bill import bill_of
 from elastic_train.observe.metrics import Metrics
 from elastic_train.observe.rate import Rate
@@ -143,7 +144,7 @@ class Reporter:
 
     def failed(self, error: BaseException) -> None:
         """This worker ends with it."""
-        self.events.write("done", outcome="failed", error=f"{type(error).__name__}: {error}")
+        self.events.write("done", outcome="failed", error=kind_and_line(error))
 
     def debug(self, message: str) -> None:
         if self._wants_debug:

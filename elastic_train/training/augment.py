@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elastic_train.errors import add_own_note
 from elastic_train.training.sampler import mix
 
 S = TypeVar("S")
@@ -223,13 +224,13 @@ def _read(
 
 
 def _named(call: Callable[[S], T], argument: S, words: str, index: int) -> T:
-    """`call(argument)`. Its error gets a note, which the traceback shows: its own words seldom say where it was."""
+    """`call(argument)`. Its error gets a note."""
     try:
         return call(argument)
     except StopIteration as error:  # a loop over batches would take it for their end
         raise RuntimeError(f"StopIteration was raised: {words.format(index)}") from error
     except Exception as error:
-        error.add_note(f"elastic_train: {words.format(index)}")
+        add_own_note(error, words.format(index))
         raise
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._utils import ExceptionWrapper
 
+from elastic_train.errors import kind_and_line
 from elastic_train.training.augment import (
     Augmentation,
     SeededItems,
@@ -192,6 +194,11 @@ def test_an_error_says_of_which_item_it_is() -> None:
         with pytest.raises(ValueError, match=r"^corrupt JPEG") as raised:
             read(items, get, first, 7)
         assert raised.value.__notes__ == ["elastic_train: item 7 of the data set could not be read"]
+        line = "ValueError: corrupt JPEG (item 7 of the data set could not be read)"
+        assert kind_and_line(raised.value) == line
+        with pytest.raises(ValueError, match="Caught ValueError in a loader process") as of_loader:
+            ExceptionWrapper((ValueError, raised.value, raised.value.__traceback__), "in a loader process").reraise()
+        assert kind_and_line(of_loader.value) == line
         read(items, get, 1)
 
 
