@@ -230,7 +230,8 @@ def _returned_alone(world: World, other: int, step: int) -> ReturnedAlone:
     return ReturnedAlone(
         f"the training function returned at step {step} on rank {world.rank} ({world.me.name}) and goes on on rank "
         f"{other} ({world.members[other].name}), which waits for it in a collective: it must return on all ranks at "
-        "the same step, and call each collective, keep() too, on all of them; decide by what all know, such as a sum"
+        "the same step, and call each collective, keep() too, on all of them; decide by what all know, such as a sum, "
+        "and by what is in `extras`: a newcomer has no other state"
     )
 
 

@@ -817,6 +817,7 @@ def test_a_rank_that_returns_alone_is_told_and_nothing_is_lost(cluster: Cluster)
     said = error_line(first)
     assert "returned at step 9 on rank 0 (" in said
     assert "must return on all ranks at the same step" in said
+    assert "such as a sum, and by what is in `extras`: a newcomer has no other state" in said
     assert "the state of step 9 is saved" in said, "also where the others are of its node, and wait for it to save"
     for node in others:
         assert node.wait(20) == 1
