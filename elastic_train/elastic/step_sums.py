@@ -265,5 +265,6 @@ class StepSums:
 
     def _divergence(self, totals: LateTotals, step: int) -> TrainingDiverged:
         return TrainingDiverged(
-            f"the loss of step {step} (epoch {self._state.epoch + 1}) is {totals.mean_loss}; {OF_DIVERGED}"
+            f"the loss of step {step} (epoch {self._state.epoch + 1}) is {totals.mean_loss}; {OF_DIVERGED}. "
+            "Lower the learning rate, clip the gradients, or look at the data of that step (--ledger writes it)"
         )

@@ -35,7 +35,10 @@ class Votes(NamedTuple):
 
 NO_VOTES = Votes()
 
-OF_DIVERGED = "no snapshot is written of it, and earlier ones stay"
+OF_DIVERGED = (
+    "no snapshot is written of it: the next start goes on from the newest one, or from scratch where there is none "
+    "(--snapshot-every)"
+)
 """what becomes of the state with which training ends by its loss"""
 
 
@@ -69,7 +72,7 @@ def train_step(
         if not _is_left_to_scaler(state):
             raise TrainingDiverged(
                 f"the loss of step {state.step + 1} (epoch {state.epoch + 1}) is {totals.loss}; {OF_DIVERGED}. "
-                "Lower --lr, or look at the data of that step (--ledger writes it)"
+                "Lower --lr, give --clip-grad-norm, or look at the data of that step (--ledger writes it)"
             )
         state.kept.buffers.put_back()  # an overflow in one forward pass must not stay in BatchNorm's statistics
     if state.scaler:

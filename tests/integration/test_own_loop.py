@@ -319,7 +319,11 @@ if training.state.step == 11 and training.world.rank == {rank}:
 """
 
 
-DIVERGED = "the loss of step 12 (epoch 2) is nan; no snapshot is written of it, and earlier ones stay"
+DIVERGED = (
+    "the loss of step 12 (epoch 2) is nan; no snapshot is written of it: the next start goes on from the newest one, "
+    "or from scratch where there is none (--snapshot-every). Lower the learning rate, clip the gradients, or look at "
+    "the data of that step (--ledger writes it)"
+)
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
