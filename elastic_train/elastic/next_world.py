@@ -76,7 +76,8 @@ class QueueNews:
     def tell_no_room(self, node: Sequence[Member], num_inside: int, max_nodes: int) -> None:
         """Once."""
         full = f"{num_inside} of at most {max_nodes} nodes train: this one waits for a place"
-        self.tell_once(node, f"{full} (torchrun's --nnodes MIN:MAX says how many)", about="room")
+        whose = "the --nnodes MIN:MAX of those that train says how many, not this node's"
+        self.tell_once(node, f"{full} ({whose}; start all of them again to change it)", about="room")
 
 
 class ReportTimes:

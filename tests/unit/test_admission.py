@@ -92,7 +92,10 @@ def test_those_for_whom_there_is_no_room_are_told_once() -> None:
     here.joins._max_nodes = 2
     here.joins.consider(world)
     here.joins.consider(world)
-    why = "1 of at most 2 nodes train: this one waits for a place (torchrun's --nnodes MIN:MAX says how many)"
+    why = (
+        "1 of at most 2 nodes train: this one waits for a place (the --nnodes MIN:MAX of those that train says how "
+        "many, not this node's; start all of them again to change it)"
+    )
     assert told == [("uid2", why), ("uid3", why)]
 
 
