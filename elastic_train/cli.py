@@ -82,6 +82,8 @@ class _Parser(argparse.ArgumentParser):
             given = flags_in(unknown)
             known = [name for action in self._actions for name in action.option_strings]
             where = f"{self.prog} --help tells more"
+            if not given and "--output" in known:
+                where = f"to write there: --output {unknown[0]}; {where}"
             script = next((word for word in getattr(found, "flags", None) or [] if word.endswith(".py")), "")
             if self.takes_worker_flags and (script or any(_is_of_worker(name) for name in given)):
                 behind = f"{script} {given[0]}".lstrip()

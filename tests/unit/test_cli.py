@@ -316,6 +316,7 @@ class TestSnapshotList:
         (["snapshot", "hash"], "required: PATH"),
         (["bench", "bogus"], "invalid choice: 'bogus'"),
         (["bench", "loop", "--quic"], "unrecognized arguments: --quic"),
+        (["snapshot", "export", "--best", "run", "out.pt"], "out.pt (to write there: --output out.pt; elastic-train"),
         (["drill", "--fault", "kill"], "did you mean --faults? elastic-train drill --help tells more"),
         (["drill", "--task", "x:Y"], "flags of the worker stand behind --: elastic-train drill -- --task"),
         (["drill", "mine.py", "--rows", "3"], "stand behind --: elastic-train drill -- mine.py --rows"),
