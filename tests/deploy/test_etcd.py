@@ -292,11 +292,15 @@ def test_three_members_as_the_page_starts_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP], ids=["Ctrl-C", "a terminal that closes"])
 def test_a_local_cluster_lives_until_it_is_ended(tmp_path: Path, signum: signal.Signals) -> None:
     log = tmp_path / "log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [*CONSOLE, "etcd", "--members", "3"],
-            stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=clean_environment(), cwd=tmp_path,
-        )  # fmt: skip
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup all of them ignore it, as they should
+    try:
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [*CONSOLE, "etcd", "--members", "3"],
+                stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=clean_environment(), cwd=tmp_path,
+            )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGHUP, inherited)
     try:
         line = wait_until(lambda: re.search(r"^  torchrun (.*)$", log.read_text(), re.M), "the torchrun line", 100)
         options = read_command(shlex.split(line[1])).options
