@@ -177,6 +177,11 @@ def open_sockets() -> dict[int, str]:
     return found
 
 
+def opened_since(before: Mapping[int, str], now: Mapping[int, str]) -> dict[int, str]:
+    """Of two answers of `open_sockets` what the later one has more; a number may name another socket by then."""
+    return {fd: name for fd, name in now.items() if before.get(fd) != name}
+
+
 def name_of_socket(fd: int) -> str | None:
     """As the link in /proc says it, which takes four times as long to read. Raises: OSError."""
     status = os.fstat(fd)

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, Store
 
 from elastic_train.errors import FormationFailed, first_line
 from elastic_train.rules import seconds_to_form
-from elastic_train.system import open_sockets
+from elastic_train.system import open_sockets, opened_since
 from elastic_train.training.group_sockets import connections_at, listening_address
 from elastic_train.world import Address
 
@@ -120,8 +120,8 @@ def _make_devices(address: str) -> tuple[list[Any], list[Address]]:
         for _ in range(ATTEMPTS):
             before = open_sockets()
             device = create(interface=interface) if interface else create(hostname=address)
-            new = [(fd, name) for fd, name in open_sockets().items() if before.get(fd) != name]
-            listening = [found for found in starmap(listening_address, new) if found is not None]
+            new = opened_since(before, open_sockets())
+            listening = [found for found in starmap(listening_address, new.items()) if found is not None]
             if len(listening) == 1:  # else another thread opened one in the same moment
                 devices.append(device)
                 addresses += listening

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_train.errors import FormationFailed
-from elastic_train.system import call_in_children, copy_of_socket, name_of_socket, open_sockets
+from elastic_train.system import call_in_children, copy_of_socket, name_of_socket, open_sockets, opened_since
 from elastic_train.world import Address
 
 ABORT_SECONDS = 60.0
@@ -173,8 +173,8 @@ class GroupSockets:
         NCCL is in it."""
         with self._lock:
             assert self._before is not None, "it has begun"
-            found, before = open_sockets(), self._before
-            self._sockets = {fd: name for fd, name in found.items() if before.get(fd) != name}
+            found = open_sockets()
+            self._sockets = opened_since(self._before, found)
             self._of_others, self._before = frozenset(found.values()), None
             self._nccl, self.has_nccl = nccl, nccl is not None
 
@@ -292,7 +292,7 @@ class GroupSockets:
     def _present(self) -> dict[int, str]:
         if self._before is None:
             return self._sockets
-        return {fd: name for fd, name in open_sockets().items() if self._before.get(fd) != name}
+        return opened_since(self._before, open_sockets())
 
     def _close_all(self) -> None:
         for connection in self._kept.values():

@@ -22,7 +22,7 @@ from elastic_train.config import Config
 from elastic_train.elastic.membership import versions
 from elastic_train.elastic.process_group import choose_backend, choose_device, gpu_of
 from elastic_train.elastic.worker import make_state, make_task
-from elastic_train.errors import ElasticTrainError, SnapshotError, UsageError, cause_of, first_line
+from elastic_train.errors import ElasticTrainError, SnapshotError, UsageError, cause_of, first_line, kind_and_line
 from elastic_train.notices.clouds import find_cloud
 from elastic_train.preemption import given_seconds, notices_flag
 from elastic_train.protocol.addresses import interface_address
@@ -60,7 +60,7 @@ def look_here(
         state_error = str(error)
     except Exception as error:  # of the user's own task
         traceback.print_exc()
-        state_error = f"{type(error).__name__}: {first_line(error)}"
+        state_error = kind_and_line(error)
     notices_of, notice_seconds = notices_here(config.notices, os.environ) if launch.local_rank == 0 else ("", None)
     backend = choose_backend(device)
     interfaces = {name: interface_address(name) for _, name in socket.if_nameindex()}
@@ -283,7 +283,7 @@ def measure_snapshot(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of these gradients, not of the task's: SparseAdam takes sparse ones, LBFGS a closure
-        moments_error = f"{type(error).__name__}: {first_line(error)}"
+        moments_error = kind_and_line(error)
     try:
         with directory.trial() as place:
             writer = SnapshotWriter(place, keep=1, host=host_name(), run_uid="check", task={})
