@@ -9,7 +9,8 @@ ElasticTrainError            ends a worker with one line; `exit_code` says with 
 ├── BranchesMixed            two branches of one run are there to be continued
 ├── RunsMixed                snapshots of two runs are there to be continued
 ├── SnapshotError            a snapshot cannot be written or read
-│   ├── SnapshotDamaged      its bytes are not the ones that its manifest promises
+│   ├── SnapshotUnread       whoever reads goes on without this one
+│   │   ├── SnapshotDamaged  its bytes are not the ones that its manifest promises
 │   │   └── SnapshotDenied   the store refuses to give one of its objects
 │   └── ObjectStoreError     the store of --snapshot-dir URL does not answer, or refuses
 ├── RunDirectoryError        the run directory cannot be used
@@ -47,7 +48,7 @@ from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from elastic_train.branches import Position
@@ -98,21 +99,28 @@ class SnapshotError(ElasticTrainError):
     """A snapshot cannot be written or read."""
 
 
-class SnapshotDamaged(SnapshotError):
-    """The bytes of a snapshot are not the ones that its manifest promises."""
+class SnapshotUnread(SnapshotError):
+    """One snapshot that is not read. Whoever looks for one goes on with the others."""
+
+    word: ClassVar[str]
+    """what it is, at the start of a warning"""
 
     @property
     def warning(self) -> str:
         """Of who goes on without it."""
-        return f"skipped: {self}"
+        return f"{self.word}: {self}"
 
 
-class SnapshotDenied(SnapshotDamaged):
-    """The store refuses to give an object of a snapshot, as an archived one: it may be whole, but is not read."""
+class SnapshotDamaged(SnapshotUnread):
+    """The bytes of a snapshot are not the ones that its manifest promises."""
 
-    @property
-    def warning(self) -> str:
-        return f"not read: {self}"
+    word = "damaged"
+
+
+class SnapshotDenied(SnapshotUnread):
+    """The store refuses to give an object of a snapshot, as an archived one: it may be whole."""
+
+    word = "not read"
 
 
 class StoreFault(StrEnum):

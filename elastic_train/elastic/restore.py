@@ -21,8 +21,8 @@ from elastic_train.elastic.handover import Check, hand_out
 from elastic_train.elastic.loading import load
 from elastic_train.errors import (
     Refused,
-    SnapshotDamaged,
     SnapshotError,
+    SnapshotUnread,
     TaskMismatch,
 )
 from elastic_train.rules import disagreement, freshest
@@ -223,7 +223,7 @@ def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn:
         load(state, loaded, source)
     except TaskMismatch as error:
         return {"mismatch": str(error)}
-    except SnapshotDamaged as error:
+    except SnapshotUnread as error:
         warn(error.warning)
         return {}
     except SnapshotError as error:

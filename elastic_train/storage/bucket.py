@@ -22,7 +22,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import IO, Any, cast
 
-from elastic_train.errors import ObjectStoreError, SnapshotDamaged, SnapshotDenied, SnapshotError, cause_of, first_line
+from elastic_train.errors import (
+    ObjectStoreError,
+    SnapshotDamaged,
+    SnapshotDenied,
+    SnapshotError,
+    SnapshotUnread,
+    cause_of,
+    first_line,
+)
 from elastic_train.storage.appearance import MOST_MANIFEST_BYTES, Appearance, Flight
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.parts import MOST_PART_BYTES, PART_BYTES, Part, PartStream, each, fetch
@@ -129,8 +137,6 @@ class BucketSnapshot:
             for data in fetch(self.parts, lambda part: self._get(part, MOST_PART_BYTES)):
                 file.write(data)
                 digest.update(data)
-        except SnapshotDenied:
-            raise
         except SnapshotDamaged as error:
             raise SnapshotDamaged(f"snapshot {self}: {error}") from error
         if digest.hexdigest() != promised.sha256:
@@ -162,7 +168,7 @@ class Bucket:
                 continue
             try:
                 found.append(self.snapshot(name).read_info(key, files))
-            except SnapshotDamaged as error:
+            except SnapshotUnread as error:
                 warn(error.warning)
         return found
 
@@ -253,8 +259,6 @@ class Bucket:
             return None
         try:
             info = place.read_info(key, files)
-        except SnapshotDenied:
-            raise
         except SnapshotDamaged:
             self.store.delete(place.key_of(MANIFEST_FILE))
             return None
@@ -351,7 +355,7 @@ class Bucket:
         self._whole = {name: known for name, known in self._whole.items() if looks.get(name) == known[0]}
 
         def read(name: str) -> None:
-            with contextlib.suppress(SnapshotDamaged):
+            with contextlib.suppress(SnapshotUnread):
                 info = self.snapshot(name).read_info(key, listed[name])
                 self._whole[name] = looks[name], replace(info, path=self.snapshot(name))  # without its many parts
 
@@ -363,7 +367,7 @@ class Bucket:
         place = self.snapshot(name)
         if MANIFEST_FILE not in files:
             return MANIFEST_FILE not in place.files()  # a copy may be whole by now: who copies owns nothing
-        with contextlib.suppress(SnapshotDamaged):
+        with contextlib.suppress(SnapshotUnread):
             return info_of(place.read_manifest(files), place, key).run_uid == run_uid
         return False
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
-from elastic_train.errors import SnapshotDamaged, SnapshotDenied, SnapshotError, cause_of
+from elastic_train.errors import SnapshotDamaged, SnapshotDenied, SnapshotError, SnapshotUnread, cause_of
 from elastic_train.runlog.reader import Line, dict_of, int_of, newest_first, parse, time_of
 from elastic_train.storage.bucket import Bucket, BucketSnapshot
 from elastic_train.storage.bucket_owner import BucketOwner
@@ -135,8 +135,6 @@ def _is_whole_copy(place: SnapshotPlace, info: SnapshotInfo, key: bytes | None, 
         raise SnapshotError(f"snapshot {place} is there already, and is another one: copy to another folder or URL")
     try:
         verify(read_info(place, key))
-    except SnapshotDenied:
-        raise
     except SnapshotDamaged as error:
         warn(f"replaced: {error}")
         return False
@@ -151,7 +149,7 @@ def _whole_one(place: SnapshotPlace | SnapshotFolder, warn: Callable[[str], None
         try:
             verify(info)
             return info
-        except SnapshotDamaged as error:
+        except SnapshotUnread as error:
             warn(error.warning)
     raise SnapshotError(f"no whole snapshot in {folder}")
 

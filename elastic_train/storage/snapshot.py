@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from elastic_train.branches import Branches, branches_of
-from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of, first_line
+from elastic_train.errors import SnapshotDamaged, SnapshotError, SnapshotUnread, cause_of, first_line
 from elastic_train.storage.signature import why_not_signed
 from elastic_train.storage.state_bytes import SnapshotFile, read_state
 from elastic_train.version import VERSION
@@ -357,7 +357,7 @@ def first_whole(
     for info in infos:
         try:
             return info, load_state(info, map_location)
-        except SnapshotDamaged as error:
+        except SnapshotUnread as error:
             warn(error.warning)
     return None
 

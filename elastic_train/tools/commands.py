@@ -10,14 +10,13 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic_train.errors import ElasticTrainError, SnapshotDamaged, SnapshotError, UsageError
+from elastic_train.errors import ElasticTrainError, SnapshotError, SnapshotUnread, UsageError
 from elastic_train.system import num_cores, require_linux
 
 if TYPE_CHECKING:
@@ -157,23 +156,20 @@ def verify_snapshots(arguments: argparse.Namespace) -> int:
 
     others: list[str] = []
 
-    def note(warning: str) -> None:
-        others.append(re.sub("^skipped: ", "damaged: ", warning))
-
     place, key = place_at(arguments.path), _key(arguments)
     if is_snapshot(place):
         infos = []
         try:
             infos = [read_info(place, key)]
-        except SnapshotDamaged as error:
-            note(error.warning)
+        except SnapshotUnread as error:
+            others.append(error.warning)
     else:
-        infos = find_snapshots(snapshots_in(place), warn=note, key=key)
+        infos = find_snapshots(snapshots_in(place), warn=others.append, key=key)
     for info in infos:
         try:
             verify(info)
-        except SnapshotDamaged as error:
-            note(error.warning)
+        except SnapshotUnread as error:
+            others.append(error.warning)
         else:
             print(f"whole: {info.path}")
     for line in others:

@@ -422,7 +422,7 @@ def test_several_hosts_have_the_newest_snapshot_and_one_of_them_a_damaged_one(cl
     for host in hosts:
         [restored] = events(cluster.path / host, "restore")[-1:]
         assert (restored["source"], restored["restored_step"]) == ("snapshot", newest.step)
-    [warning] = [e["message"] for e in events(cluster.path / "c", "warning") if "skipped" in e["message"]]
+    [warning] = [e["message"] for e in events(cluster.path / "c", "warning") if "damaged: " in e["message"]]
     assert newest.name in warning
     ends = [result(cluster.path / host) for host in hosts if (cluster.path / host / "result.json").exists()]
 

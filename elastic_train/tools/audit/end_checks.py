@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from elastic_train.errors import SnapshotDamaged, SnapshotError
+from elastic_train.errors import SnapshotError
 from elastic_train.observe.status import RunState
 from elastic_train.observe.status_files import HEARD_SECONDS
 from elastic_train.runlog.events import FINISHED
@@ -187,7 +187,7 @@ def _final_weights(history: History, step: int) -> Mapping[str, torch.Tensor] | 
         if info.step == step:
             try:
                 return dict(load_state(info)["model"])
-            except (SnapshotDamaged, SnapshotError):
+            except SnapshotError:
                 continue  # check_snapshots says so
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from elastic_train.errors import SnapshotDamaged, SnapshotError
+from elastic_train.errors import SnapshotError, SnapshotUnread
 from elastic_train.observe.status_files import process_is_alive
 from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line
@@ -25,7 +25,7 @@ def check_snapshots(history: History) -> Found:
         try:
             verify(info)
             whole_steps.add(info.step)
-        except SnapshotDamaged as error:
+        except SnapshotUnread as error:
             damaged_steps |= {info.step} if info.name not in planted else set()
             problems.append(str(error))
     findings = [text for text in problems if not any(name in text for name in planted)]
