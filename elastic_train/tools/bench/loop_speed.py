@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -285,8 +285,8 @@ class Side:
 
     def end(self) -> None:
         """Let the processes end by themselves."""
-        self._ask(None)
         self._signal(signal.SIGCONT)
+        self._tell(None)
         for process in self._processes:
             process.join(ANSWER_TIMEOUT.total_seconds())
 
@@ -298,10 +298,15 @@ class Side:
 
     def _ask(self, task: LoopCase | int | None) -> float:
         self._signal(signal.SIGCONT)
+        answer = self._tell(task)
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def _tell(self, task: LoopCase | int | None) -> float:
+        """All ranks, which run. Rank 0's answer, when all have answered."""
         for pipe in self._pipes:
             pipe.send(task)
         answers = [self._answer(rank) for rank in range(len(self._processes))]
-        self._signal(signal.SIGSTOP)
         return answers[0]
 
     def _answer(self, rank: int) -> float:
@@ -324,7 +329,8 @@ class Side:
 
     def _signal(self, signum: signal.Signals) -> None:
         for process in self._tree():
-            process.send_signal(signum)
+            with suppress(psutil.NoSuchProcess):  # a loader process whose epoch has just ended
+                process.send_signal(signum)
 
     def _tree(self) -> list[psutil.Process]:
         workers = [psutil.Process(process.pid) for process in self._processes if process.is_alive()]
