@@ -1,7 +1,8 @@
 """Notices of Kubernetes: the conditions of this pod and the taints of its node, where the pod may read them.
 
-What a pod finds in itself is as in "Accessing the Kubernetes API from a Pod". Without a rule that lets its service
-account `get` pods (and nodes) it hears of its end by SIGTERM alone, as without this source.
+What a pod finds in itself is as in "Accessing the Kubernetes API from a Pod". Its name is in POD_NAME, else its host's
+is taken, which in an Indexed Job is another one ("Job with Pod-to-Pod Communication"). Without a rule that lets its
+service account `get` pods (and nodes) it hears of its end by SIGTERM alone, as without this source.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from elastic_train.preemption import PreemptionNotice
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 FORBIDDEN = 403
+NOT_FOUND = 404
 
 
 class KubernetesSource:
@@ -67,6 +69,11 @@ class KubernetesSource:
                 self._told.add(kind)
                 self._tell(f"--notices kubernetes: the pod's service account may not get {kind}; it goes on asking")
             return None
+        if answer.status == NOT_FOUND and kind == "pods" and not self._environ.get("POD_NAME"):
+            raise NoticeUnreadable(
+                f"{refuse(answer, address, path)}: in an Indexed Job a pod is not named as its host; give "
+                "its container POD_NAME (fieldRef: metadata.name)"
+            )
         if answer.status != 200:  # nor is a notice withdrawn because it may not look any more
             raise refuse(answer, address, path)
         self._given.add(kind)

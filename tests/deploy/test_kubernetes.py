@@ -322,6 +322,13 @@ def test_a_check_comes_first_with_what_the_trainer_has(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_trainer_is_told_the_name_of_its_pod(overlay: str) -> None:
+    """By which --notices kubernetes asks for it: in an Indexed Job the host has another one."""
+    env = {one["name"]: one for one in pod_of(build(overlay), "trainer")["containers"][0]["env"]}
+    assert env["POD_NAME"]["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_what_is_referred_to_is_there(overlay: str) -> None:
     manifests = build(overlay)
     names = {(found["kind"], found["metadata"]["name"]) for found in manifests}
@@ -465,7 +472,7 @@ def container_of(manifests: tuple[Manifest, ...], role: str) -> Manifest:
     return container
 
 
-SHORT = {"FLAGS": "--max-steps 30 --no-progress --ledger --reduction ordered"}
+SHORT = {"FLAGS": "--max-steps 30 --no-progress --ledger --reduction ordered", "POD_NAME": "trainer-0-x7k2p"}
 GIVEN = {
     "c10d": SHORT,
     "gpu": SHORT | {"WORKERS": "2"},
@@ -477,7 +484,7 @@ GIVEN = {
     | {"PET_NNODES": "1:4", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "train-worker-0:29400",
        "PET_RDZV_ID": "train", "PET_RDZV_CONF": "join_timeout=31536000", "PET_NPROC_PER_NODE": "1"},
 }  # fmt: skip
-"""what an operator adds to the environment, and fewer steps"""
+"""what the kubelet and an operator add to the environment, and fewer steps"""
 C10D = sorted(set(OVERLAYS) - {"etcd3"})
 
 

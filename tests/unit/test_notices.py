@@ -380,7 +380,7 @@ def test_kubernetes_is_asked_what_the_pod_may_see(known: Path, tmp_path: Path) -
             "HOSTNAME": "train-0",
         }  # fmt: skip
         source = KubernetesSource(told.append, environ, tmp_path, has_tls=False)
-        with pytest.raises(NoticeUnreadable, match="404"):
+        with pytest.raises(NoticeUnreadable, match=r"pods/train-0: HTTP status 404: .* POD_NAME"):
             source.look()
         pod = {"spec": {"nodeName": "n1"}, "status": {}}
         node = {"spec": {"taints": [{"key": "ToBeDeletedByClusterAutoscaler"}]}}
@@ -399,6 +399,26 @@ def test_kubernetes_is_asked_what_the_pod_may_see(known: Path, tmp_path: Path) -
         with pytest.raises(NoticeUnreadable, match="this is no HTTP") as unreadable:
             source.look()
         assert "secret" not in str(unreadable.value)
+
+
+def test_a_pod_whose_host_has_another_name(known: Path, tmp_path: Path) -> None:
+    """As those of an Indexed Job: the name of the pod ends in letters that its host's has not."""
+    (tmp_path / "namespace").write_text("jobs")
+    (tmp_path / "token").write_text("secret\n")
+    pod_path = "/api/v1/namespaces/jobs/pods/train-0-x7k2p"
+    condition = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+    with serving("nobody's", known) as server:
+        environ = {
+            "KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(server.server_port),
+            "HOSTNAME": "train-0", "POD_NAME": "train-0-x7k2p",
+        }  # fmt: skip
+        source = KubernetesSource(lambda message: pytest.fail(message), environ, tmp_path, has_tls=False)
+        learn(known, **{pod_path: {"status": {"conditions": [condition]}}})
+        assert said(source.look()) == ("the pod is disrupted: EvictionByEvictionAPI", None, True)
+        learn(known)
+        with pytest.raises(NoticeUnreadable, match=r"x7k2p: HTTP status 404$"):  # POD_NAME is not what is missing
+            source.look()
+        assert server.asked == [pod_path] * 2
 
 
 def test_what_kubernetes_forbids_is_told_once_and_asked_again(known: Path, tmp_path: Path) -> None:
