@@ -35,9 +35,10 @@ def decide(status: Mapping[str, Any] | None, jobs: Sequence[tuple[str, str]]) ->
     if status is None:  # one begins it, and says how many there may be
         return (0 if jobs else 1), []
     most, wanted = status["capacity"]["max_nodes"] or 0, status["capacity"]["wanted"]
-    if not jobs and status["state"] not in OVER:
-        wanted = most  # who is silent is gone: SLURM knows
-    return max(0, min(wanted - len(pending), most - len(jobs))), pending[wanted:]
+    if status["state"] == "silent":  # gone, or in a long step: of these jobs SLURM knows which run
+        wanted = max(0, most - (len(jobs) - len(pending)))
+    surplus = [] if status["state"] == "starting" else pending[wanted:]  # the nodes of the last world count still
+    return max(0, min(wanted - len(pending), most - len(jobs))), surplus
 
 
 def pause(every: float, num_fruitless: int) -> float:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.observe.metrics import Metrics
+from elastic_train.observe.status import RunState
 from tests.deploy.tools import DEPLOY
 
 SPEC = importlib.util.spec_from_file_location("autoscale", DEPLOY / "slurm" / "autoscale.py")
@@ -43,7 +44,13 @@ RUNS, WAITS = "RUNNING", "PENDING"
         (status(0, state="finished"), [RUNS, WAITS, WAITS], 0, 2),
         (status(0, state="finished"), [], 0, 0),
         (status(4, state="stopped"), [], 4, 0),
+        (status(0), [], 0, 0),  # others have started it, and it is full
+        (status(1), [], 1, 0),
         (status(1, state="silent"), [], 4, 0),  # all were taken away
+        (status(0, state="silent"), [WAITS] * 4, 0, 0),
+        (status(0, state="silent"), [RUNS, WAITS, WAITS, WAITS], 0, 0),
+        (status(0, state="silent"), [RUNS] * 4, 0, 0),  # in a long step
+        (status(0, state="starting"), [RUNS, WAITS, WAITS, WAITS], 0, 0),  # those before count until a world stands
         (status(0, most=None), [RUNS], 0, 0),
     ],
 )
@@ -54,10 +61,30 @@ def test_decisions(told: dict[str, Any] | None, states: list[str], submits: int,
     assert set(surplus) <= {job for job, state in jobs if state == WAITS}
 
 
-@given(st.integers(1, 9), st.integers(0, 9), st.lists(st.sampled_from([RUNS, WAITS]), max_size=12))
-def test_there_are_never_more_jobs_than_nodes_may_be(most: int, present: int, states: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("told", "in_all"), [(status(0), 0), (status(2), 2), (status(0, state="silent"), 4), (status(4, state="dead"), 4)]
+)
+def test_looks_in_turn_settle(told: dict[str, Any], in_all: int) -> None:
+    """Of a run whose nodes are none of its own jobs, or were; where what it submits waits in the queue."""
+    jobs: list[tuple[str, str]] = []
+    for _ in range(10):
+        new, surplus = AUTOSCALE.decide(told, jobs)
+        assert not surplus
+        jobs += [(str(len(jobs) + number), WAITS) for number in range(new)]
+    assert len(jobs) == in_all
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(0, 9),
+    st.lists(st.sampled_from([RUNS, WAITS]), max_size=12),
+    st.sampled_from(RunState),
+)
+def test_there_are_never_more_jobs_than_nodes_may_be(
+    most: int, present: int, states: list[str], state: RunState
+) -> None:
     jobs = [(str(number), state) for number, state in enumerate(states)]
-    new, surplus = AUTOSCALE.decide(status(max(0, most - present), most), jobs)
+    new, surplus = AUTOSCALE.decide(status(max(0, most - present), most, state), jobs)
     assert not new or len(jobs) + new <= most
     assert not (new and surplus), "what is submitted is not cancelled at once"
 
