@@ -129,19 +129,20 @@ def test_two_worlds_of_one_fail(cluster: Cluster) -> None:
 
 
 def test_alone_with_a_store_that_refuses_and_a_world_that_is_too_small(cluster: Cluster) -> None:
-    """Both in one process, for its imports take longest; the directory's parent is a file."""
+    """All in one process, for its imports take longest; the directory's parent is a file, and there is no key."""
     (cluster.path / "file").touch()
     node = cluster.launch(
         [PYTHON, "-m", "elastic_train.check", "--nodes", "2", "--rdzv-endpoint", "no-such-host.invalid:29400",
-         "--", "--run-dir", str(cluster.path / "file" / "run")],
+         "--", "--run-dir", str(cluster.path / "file" / "run"), "--min-nodes", "2", "--snapshot-key", "missing.key"],
         {},
     )  # fmt: skip
     cluster.finish([node], code=1, timeout=PATIENCE)
     found = findings(node, "BREAKS")
-    assert len(found) == 3
+    assert len(found) == 4
     assert any("2 worlds of one" in line for line in node.text().splitlines())
     assert any("no-such-host.invalid:29400 does not resolve" in line for line in found)
     assert any("cannot write to" in line and "Not a directory" in line for line in found)
+    assert any("--snapshot-key missing.key cannot be read" in line for line in found)
 
 
 def test_alone_with_a_stranger_at_the_port_and_a_task_that_fails(cluster: Cluster) -> None:

@@ -100,6 +100,18 @@ def launch_of(config: Config, environ: Mapping[str, str]) -> Launch:
     return launch
 
 
+def of_the_job(config: Config, launch: Launch, workers: int | None) -> tuple[Config, Launch]:
+    """The flags and the launch that a worker of the job will have, as far as they are known here: without torchrun
+    nobody says how many nodes the job may have, and the tasks of srun are no workers of it.
+
+    Args:
+        workers: of this node, where the check is one process alone.
+    """
+    if launch.agent_pid is not None:
+        return config, launch
+    return replace(config, min_nodes=None), replace(launch, world_size=workers or 1)
+
+
 def wanted_of(arguments: argparse.Namespace, launch: Launch, environ: Mapping[str, str]) -> Wanted:
     by_scheduler = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_JOB_NUM_NODES") or ""
     nodes, nodes_by = arguments.nodes, "--nodes"
@@ -127,6 +139,7 @@ def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.N
 
     run_dir = config.run_dir or Path("runs") / default_run_name(launch.run_id.removesuffix(f"/{OWN_ID}"))
     directory = trial_place(config, run_dir)
+    of_job = of_the_job(replace(config, run_dir=run_dir), launch, wanted.workers)
     rendezvous, membership, mine = RendezvousFacts(), None, None
     try:
         rendezvous = look_at_rendezvous(arguments, launch)
@@ -141,13 +154,13 @@ def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.N
                 warn=lambda message: print(f"warning: {message}", flush=True),
             )
         )
-        mine = look_here(config, launch, membership.address[0], directory, rendezvous)
+        mine = look_here(*of_job, membership.address[0], directory, rendezvous)
         world = meet_others(membership, launch, mine)
         workers, shared = look_together(membership, world, mine, directory)
         return Gathered(wanted, tuple(workers), tuple(shared))
     except (StoreUnreachable, StoreRefused, FormationFailed, LeftOut) as error:
         if mine is None:
-            mine = look_here(config, launch, "127.0.0.1", directory, rendezvous)
+            mine = look_here(*of_job, "127.0.0.1", directory, rendezvous)
         return Gathered(wanted, (mine,), world_error=str(error))
     finally:
         if membership is not None:

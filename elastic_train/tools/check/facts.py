@@ -82,7 +82,7 @@ class WorkerFacts:
     shm_free: int
     """bytes in /dev/shm"""
     state_error: str | None
-    """why the task, its data or its model cannot be built"""
+    """why a worker would not start: by its flags, the run directory, or what it builds"""
     trained: str
     """flags that say what is trained, and so what `state_bytes` is the size of"""
     state_bytes: int | None

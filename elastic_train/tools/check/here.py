@@ -21,13 +21,15 @@ import torch
 from elastic_train.config import Config
 from elastic_train.elastic.membership import versions
 from elastic_train.elastic.process_group import choose_backend, choose_device, gpu_of
-from elastic_train.elastic.worker import make_state, make_task
+from elastic_train.elastic.worker import check_start, check_state, make_state, make_task
 from elastic_train.errors import ElasticTrainError, SnapshotError, UsageError, cause_of, first_line, kind_and_line
 from elastic_train.notices.clouds import find_cloud
+from elastic_train.observe.metrics import Metrics
 from elastic_train.preemption import given_seconds, notices_flag
 from elastic_train.protocol.addresses import interface_address
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.snapshot_interval import interval_of
+from elastic_train.storage.atomic_files import require_writable
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.store_urls import is_url, parse_url
 from elastic_train.tools.check.facts import Gpu, RendezvousFacts, WorkerFacts
@@ -44,7 +46,7 @@ def look_here(
     config: Config, launch: Launch, address: str, directory: TrialPlace, rendezvous: RendezvousFacts
 ) -> WorkerFacts:
     """Everything that needs no other member; `address` is the IP address by which these reach this worker. Blocks for
-    the data, the model and a snapshot, as a worker's start does."""
+    the data, the model and a snapshot, as a worker's start does; `config` and `launch` are those of such a worker."""
     device, device_error = torch.device("cpu"), None
     try:
         device = choose_device(config.device, launch.local_rank)
@@ -55,6 +57,7 @@ def look_here(
     gpu = describe_gpu(device)  # before anything of ours is on it
     state_error, measured = None, None
     try:
+        try_flags(config, launch)
         measured = measure_snapshot(config, device, directory, is_writer=launch.local_rank == 0)
     except ElasticTrainError as error:
         state_error = str(error)
@@ -260,6 +263,23 @@ def num_kept(config: Config, last_step: int) -> int:
     return newest_and_best + last_step // max(config.keep_every, steps or 1)
 
 
+def try_flags(config: Config, launch: Launch) -> None:
+    """What ends a worker's start before it builds anything. Leaves nothing behind; a port that is taken is no fault.
+
+    Raises:
+        UsageError, SnapshotError: as `check_start`; --metrics-port lacks a package, or its address is none that works.
+        RunDirectoryError: the run directory cannot be made, or not be written to.
+    """
+    check_start(config, launch)
+    if config.run_dir is not None and config.snapshot_dir is not None:  # else it is tried with the snapshots in it
+        folders = (config.run_dir, *config.run_dir.parents)
+        require_writable(next(folder for folder in folders if os.path.exists(folder)), "run directory")
+    if config.metrics_port is not None and launch.local_rank == 0:
+        Metrics(
+            config.metrics_host, config.metrics_port, run="check", max_nodes=1, log=lambda _: None, warn=lambda _: None
+        ).close()
+
+
 def measure_snapshot(
     config: Config, device: torch.device, directory: TrialPlace, *, is_writer: bool
 ) -> Measured | None:
@@ -272,6 +292,7 @@ def measure_snapshot(
     """
     task = make_task(config)
     state = make_state(config, task, device)
+    check_state(config, task, state)
     task.describe()
     if not is_writer or directory.error is not None:
         return None
