@@ -276,12 +276,21 @@ def require_numbers(model: object, step: int, may_be_nan: Collection[str] = ()) 
             continue
         if not (tensor.is_floating_point() or tensor.is_complex()):
             continue
-        parts: Iterable[torch.Tensor] = torch.split(_values_of(tensor).reshape(-1), NUMBERS_AT_ONCE)
-        if any(bool(part.isnan().any()) for part in parts):
+        if _has_nan(_values_of(tensor)):
             raise SnapshotError(
                 f"snapshot of step {step} not written: {name} holds NaN, though the loss was finite; older ones are "
                 "untouched. Lower the learning rate, or clip gradients, and start again from them"
             )
+
+
+def _has_nan(values: torch.Tensor) -> bool:
+    import torch
+
+    # A sum with NaN in it is NaN, and takes a seventh of the time. It may be without any: of inf and -inf.
+    if values.element_size() > 1 and not bool(values.sum().isnan()):  # torch sums no numbers of 8 bits
+        return False
+    parts: Iterable[torch.Tensor] = torch.split(values.reshape(-1), NUMBERS_AT_ONCE)
+    return any(bool(part.isnan().any()) for part in parts)
 
 
 def _values_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -376,7 +376,8 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 def test_weights_that_are_nan_are_never_the_newest_snapshot(tmp_path: Path) -> None:
     """A mask with infinite entries is no reason."""
     writer = make_writer(tmp_path)
-    good = {"model": {"mask": torch.tensor([float("-inf"), 0.0]), "count": torch.tensor(1), "weight": torch.ones(3)}}
+    mask = torch.tensor([float("-inf"), 0.0, float("inf")])
+    good = {"model": {"mask": mask, "count": torch.tensor(1), "weight": torch.ones(3)}}
     save(writer, 1, state=good)
     bad = {"model": good["model"] | {"weight": torch.tensor([1.0, float("nan"), 1.0])}}
     with pytest.raises(SnapshotError, match="snapshot of step 2 not written: weight holds NaN"):
@@ -398,6 +399,16 @@ def test_what_was_nan_from_the_start_may_be(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="running_mean holds NaN"):
         save(writer, 2, state={"model": model | {"running_mean": model["fill"]}})
     assert keys(tmp_path) == [(0, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("index", [0, 12, 100])
+def test_one_nan_is_found_wherever_it_is(tmp_path: Path, dtype: torch.dtype, index: int) -> None:
+    weight = torch.ones(101)
+    save(make_writer(tmp_path), 1, state={"model": {"weight": weight.to(dtype)}})
+    weight[index] = float("nan")
+    with pytest.raises(SnapshotError, match="weight holds NaN"):
+        save(make_writer(tmp_path), 2, state={"model": {"weight": weight.to(dtype)}})
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
