@@ -43,7 +43,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -295,7 +295,14 @@ def report(error: ElasticTrainError, *, rank: str, is_debug: bool) -> None:
     if is_debug:
         show_traceback(error, is_debug=True)
     where = f" (rank {rank})" if rank != "0" else ""
-    print(f"elastic_train: error{where}: {error}", file=sys.stderr, flush=True)
+    write_line(f"error{where}: {error}")
+
+
+def write_line(text: str) -> None:
+    """One line of ours on stderr. It is lost where stderr takes none, as a terminal that has gone, a closed pipe or a
+    full disk: no reason to end a training."""
+    with suppress(OSError):
+        print(f"elastic_train: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager

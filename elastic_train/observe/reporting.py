@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from elastic_train.errors import kind_and_line
+from elastic_train.errors import kind_and_line, write_line
 from elastic_train.observe.bill import bill_of
 from elastic_train.observe.metrics import Metrics
 from elastic_train.observe.rate import Rate
@@ -128,8 +128,7 @@ class Reporter:
         if self._bar is not None:
             self._bar.print(f"elastic_train: {message}")
         else:
-            with suppress(OSError):  # a log on a full disk, a closed pipe: no reason to end the training
-                print(f"elastic_train: {message}", file=sys.stderr, flush=True)
+            write_line(message)
 
     def report_for_node(self, message: str) -> None:
         """For a person in front of a node without rank 0: its first worker prints it."""
@@ -282,6 +281,30 @@ class Reporter:
             self.ledger.close()
 
 
+class Screen:
+    """A terminal for a progress bar. What it does not take is lost: one that has gone ends no training. Rich would keep
+    it, too, and write it again with the next line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.encoding = stream.encoding
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
 class ProgressBar:
     """One line at the bottom of the terminal: position in the epoch, and what a person wants to know of the job."""
 
@@ -295,7 +318,7 @@ class ProgressBar:
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[facts]}"),
-            console=Console(file=sys.stderr),
+            console=Console(file=cast(TextIO, Screen(sys.stderr))),
             auto_refresh=False,
             transient=True,
         )

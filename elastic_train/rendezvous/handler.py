@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
-from elastic_train.errors import UsageError
+from elastic_train.errors import UsageError, write_line
 from elastic_train.protocol.addresses import parse_endpoints
 from elastic_train.rendezvous.command_line import agent_arguments, launches_elastic_train
 from elastic_train.rendezvous.etcd_settings import LAST_CALL_SECONDS as ETCD_LAST_CALL_SECONDS
@@ -63,7 +63,7 @@ def create_c10d_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     idle = keys_without_meaning(parameters.config)
     if idle:
         has = "has" if len(idle) == 1 else "have"
-        _log(f"{', '.join(idle)} in --rdzv-conf {has} no meaning here: the agents wait for nobody")
+        write_line(f"{', '.join(idle)} in --rdzv-conf {has} no meaning here: the agents wait for nobody")
     return _workers_handler(parameters, f"at {','.join(settings.endpoints)}", C10D_VARIABLE, settings)
 
 
@@ -104,7 +104,7 @@ def create_fixed_handler(
     """
     low, high = parameters.min_nodes, parameters.max_nodes
     if parameters.backend == "static" and low < high:
-        _log(
+        write_line(
             f"--nnodes {low}:{high} under static rendezvous, torchrun's default: it waits for all {high} nodes, and "
             "nobody joins later; to train with those that are there, add --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT"
         )
@@ -180,7 +180,7 @@ def _workers_handler(
     """Hand the settings to the workers. Here and not in the hook: torch may log that the hook failed, and go on."""
     line = announcement(where, settings)
     if line is not None:
-        _log(line)
+        write_line(line)
     os.environ[variable] = settings.to_json()
     os.environ[MIN_NODES_VARIABLE] = str(settings.min_nodes)
     os.environ[NODE_VARIABLE] = _new_node_id()
@@ -191,12 +191,8 @@ def _new_node_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def _log(message: str) -> None:
-    print(f"elastic_train: {message}", file=sys.stderr, flush=True)
-
-
 def _exit(error: UsageError) -> NoReturn:
-    _log(f"error: {error}")
+    write_line(f"error: {error}")
     raise SystemExit(error.exit_code) from error
 
 

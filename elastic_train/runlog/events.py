@@ -14,13 +14,13 @@ clocks.py.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elastic_train.errors import write_line
 from elastic_train.runlog.strict_json import line_of
 
 if TYPE_CHECKING:
@@ -65,11 +65,7 @@ class JsonLines:
         except OSError as error:
             self._is_given_up = True
             self.close()
-            print(
-                f"elastic_train: warning: {self.path} is given up: {error.strerror}; training goes on",
-                file=sys.stderr,
-                flush=True,
-            )
+            write_line(f"warning: {self.path} is given up: {error.strerror}; training goes on")
 
     def close(self) -> None:
         with self._lock:

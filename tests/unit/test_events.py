@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -113,6 +115,57 @@ def test_a_step_without_a_loss_has_none(
     assert (line["event"], line["loss"]) == ("step", loss)
     assert told in capsys.readouterr().err
     assert [values.get("train/loss") for values in drawn] == [loss]
+
+
+@pytest.mark.parametrize("has_bar_before", [True, False])
+def test_a_terminal_that_has_gone_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_bar_before: bool
+) -> None:
+    """A shell was left, and the job goes on in the background: its lines are lost, each once."""
+    screen, terminal = pty.openpty()
+    written: list[str] = []
+
+    class Stderr(io.TextIOWrapper):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return super().write(text)
+
+    stderr, stdout = Stderr(io.FileIO(terminal, "w"), write_through=True), sys.stdout
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("TERM", "xterm")
+    made = Reporter(
+        events=event_log(tmp_path / "events"), ledger=None, tensorboard_dir=tmp_path, wants_bar=True, debug=False
+    )
+    made._add_scalars = lambda _step, _values: None  # type: ignore[method-assign]
+    state = make_state(max_steps=1)
+    if not has_bar_before:
+        os.close(screen)
+    made.enter(World(0, 0, (member(0),)), state)
+    if has_bar_before:
+        assert b"\x1b[?25l" in os.read(screen, 4096), "a bar hides the cursor"
+        os.close(screen)
+    made.log("one")
+    print("of the user")  # a bar stands between
+    state.commit(0.5)
+    made.step(state, 0.5, epoch=0, samples=8)
+    made.warn("two")
+    made.leave()
+    made.log("three")
+    made.close()
+    assert (sys.stderr, sys.stdout) == (stderr, stdout)
+    for line in ("elastic_train: one\n", "elastic_train: warning: two\n", "elastic_train: three"):
+        assert [text.count(line) for text in written if line in text] == [1]
+    lines = [strictly(line) for line in only_file(tmp_path / "events").read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["step", "warning"]
+
+
+def test_files_that_are_given_up_need_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "events").write_text("no folder")
+    screen, terminal = pty.openpty()
+    os.close(screen)
+    with io.TextIOWrapper(io.FileIO(terminal, "w"), write_through=True) as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        event_log(tmp_path / "events").write("start")
 
 
 def test_every_line_says_who_wrote_it_and_where_the_run_stood(tmp_path: Path) -> None:
