@@ -88,24 +88,33 @@ def _safetensors() -> ModuleType:
 
 def read_weights(path: Path, *, warn: Callable[[str], None], key: bytes | None = None) -> dict[str, Any]:
     """A model's state dict, and what lies beside its tensors, from a snapshot, a run or a folder of snapshots (the
-    newest whole one), a file that torch.save or safetensors wrote, or a folder of torch.distributed.checkpoint.
+    newest whole one), a file that torch.save or safetensors wrote, or a folder of torch.distributed.checkpoint. With a
+    key a folder has snapshots that it has signed, or nothing; of a file `warn` is told that it is not signed.
 
     Runs no code from the file.
 
     Raises:
-        SnapshotError: there is nothing of the kind, or it cannot be read.
+        SnapshotError: there is nothing of the kind, it cannot be read, or a key cannot have signed it.
         UsageError: it is for `safetensors`, which is not installed.
     """
     loaded: dict[str, Any]
-    if is_dcp(path):
+    if is_dcp(path) and key is None:  # else who may write to a run, and has no key, could put such files there
         loaded = {**read_dcp(path)}
     elif path.is_dir():
-        _, loaded = read_state(path, warn=warn, key=key)
+        try:
+            _, loaded = read_state(path, warn=warn, key=key)
+        except SnapshotError as error:
+            if not is_dcp(path):
+                raise
+            why = "no key signs what torch.distributed.checkpoint wrote there: as a file of torch.save it would be read"
+            raise SnapshotError(f"{error}; {why}") from error
     else:
         try:
             data = path.read_bytes()
         except OSError as error:
             raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
+        if key is not None:
+            warn(f"{path} is no snapshot: no key signs it")
         if path.suffix == ".safetensors":
             loaded = _read_safetensors(data, str(path))
         else:
@@ -152,7 +161,7 @@ def read_state(
 
 def initialise(model: nn.Module, path: Path, *, warn: Callable[[str], None], key: bytes | None = None) -> None:
     """Load weights into a model (`--init-from`), also with the `module.` that DDP and DataParallel put before names.
-    With a key, of what it has signed where they are a snapshot's.
+    With a key, as `read_weights`.
 
     Raises:
         UsageError: names or shapes do not fit; names each. SnapshotError: as `read_weights`.

@@ -186,7 +186,8 @@ def hash_snapshot(arguments: argparse.Namespace) -> int:
 
     path = Path(arguments.path)
     is_exported = path.is_file() or is_dcp(path)
-    weights = read_weights(path, warn=_warn) if is_exported else _read_state(arguments)[1]["model"]
+    key = _key(arguments)
+    weights = read_weights(path, warn=_warn, key=key) if is_exported else _read_state(arguments)[1]["model"]
     print(state_sha256(weights))
     return 0
 

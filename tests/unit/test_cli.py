@@ -19,9 +19,10 @@ from safetensors.torch import load as load_safetensors
 
 from elastic_train import cli
 from elastic_train.errors import SnapshotError
+from elastic_train.storage.dcp import write_dcp
 from elastic_train.storage.signature import read_key
 from elastic_train.storage.snapshot_writer import SnapshotWriter
-from elastic_train.storage.weights import initialise
+from elastic_train.storage.weights import export_weights, initialise
 from elastic_train.tools import bench
 from elastic_train.tools.bench import table
 from elastic_train.tools.bench.table import BenchRow
@@ -260,6 +261,42 @@ class TestSnapshotKey:
         assert model["w"].sum() == 30
         with pytest.raises(SnapshotError, match="it has no signature"):
             initialise(model, snapshot(run_dir, 40), warn=pytest.fail, key=read_key(Path(key)))
+
+    @pytest.mark.parametrize("below", ["", "snapshots", "snapshots/step-000000000030-gen-0000-node"])
+    def test_foreign_weights_beside_signed_ones_are_not_read(
+        self, run_dir: Path, key: str, below: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Of who may write there, and has no key: in the format that has no signatures."""
+        path, foreign, signed = run_dir / below, run_dir / "foreign", {"w": torch.ones(30)}
+        write_dcp({"w": torch.full((30,), 666.0)}, foreign)
+        for file in foreign.iterdir():
+            file.rename(path / file.name)
+        model = torch.nn.ParameterDict({"w": torch.zeros(30)})
+        initialise(model, path, warn=[].append, key=read_key(Path(key)))
+        assert torch.equal(model["w"], signed["w"])
+        assert cli.main(["snapshot", "hash", str(path), "--snapshot-key", key]) == 0
+        assert capsys.readouterr().out == f"{state_sha256(signed)}\n"
+
+    def test_weights_that_no_key_can_sign(
+        self, run_dir: Path, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A file is what was named, and is told to be unsigned; a folder may be a run in which somebody wrote."""
+        model, told = torch.nn.ParameterDict({"w": torch.zeros(30)}), list[str]()
+        weights = {"w": torch.full((30,), 2.0)}
+        export_weights(weights, tmp_path / "w.pt", "pt")
+        initialise(model, tmp_path / "w.pt", warn=told.append, key=read_key(Path(key)))
+        assert (float(model["w"].detach().sum()), told) == (60.0, [f"{tmp_path}/w.pt is no snapshot: no key signs it"])
+        assert cli.main(["snapshot", "hash", f"{tmp_path}/w.pt", "--snapshot-key", key]) == 0
+        out, err = capsys.readouterr()
+        assert (out, err) == (f"{state_sha256(weights)}\n", f"elastic-train: warning: {told[0]}\n")
+
+        export_weights(weights, tmp_path / "dcp", "dcp")
+        why = "no key signs what torch.distributed.checkpoint wrote there: as a file of torch.save it would be read"
+        with pytest.raises(SnapshotError) as raised:
+            initialise(model, tmp_path / "dcp", warn=pytest.fail, key=read_key(Path(key)))
+        assert str(raised.value) == f"no whole snapshot in {tmp_path}/dcp; {why}"
+        assert cli.main(["snapshot", "hash", f"{tmp_path}/dcp", "--snapshot-key", key]) == 1
+        assert capsys.readouterr() == ("", f"elastic-train: error: {raised.value}\n")
 
 
 def test_every_action_takes_a_url(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
