@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_output()
         return 128 + signal.SIGPIPE  # as a program that the signal ends: `| head` is no error
     except OSError as error:
-        if error.filename is not None:
-            raise
-        _discard_output()
-        print(f"elastic-train: error: output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        if error.filename is None:
+            _discard_output()
+        what = "output cannot be written" if error.filename is None else error.filename
+        print(f"elastic-train: error: {what}: {error.strerror}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

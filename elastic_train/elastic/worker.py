@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 import warnings
@@ -18,7 +17,7 @@ from elastic_train.elastic.fault_seam import VARIABLE as FAULT_VARIABLE
 from elastic_train.elastic.fault_seam import FaultSeam
 from elastic_train.elastic.membership import versions
 from elastic_train.elastic.process_group import choose_device
-from elastic_train.errors import SnapshotError, UsageError
+from elastic_train.errors import UsageError
 from elastic_train.observe.metrics import Metrics
 from elastic_train.observe.reporting import Reporter
 from elastic_train.protocol.addresses import parse_endpoints
@@ -33,7 +32,7 @@ from elastic_train.storage.run_directory import RunDirectory
 from elastic_train.storage.signature import fingerprint, read_key
 from elastic_train.storage.snapshot import SnapshotFolder
 from elastic_train.storage.store_urls import is_url
-from elastic_train.storage.weights import initialise
+from elastic_train.storage.weights import initialise, require_there
 from elastic_train.system import keep_freed_memory, num_cores
 from elastic_train.training import determinism
 from elastic_train.training.averaging import AveragedWeights
@@ -217,8 +216,8 @@ def check_start(config: Config, launch: Launch) -> None:
         )
     bucket_of(config)
     key_of(config)
-    if config.init_from is not None and not config.init_from.exists():
-        raise SnapshotError(f"{config.init_from} cannot be read: {os.strerror(errno.ENOENT)} (--init-from)")
+    if config.init_from is not None:
+        require_there(config.init_from)
 
 
 def bucket_of(config: Config) -> OwnedBucket | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic_train.errors import SnapshotError, UsageError
+from elastic_train.errors import SnapshotError, UsageError, cause_of
 from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.storage.dcp import is_dcp, read_dcp, write_dcp
 from elastic_train.storage.places import snapshots_in
@@ -157,6 +157,14 @@ def read_state(
     if not isinstance(state.get("model"), dict):
         raise SnapshotError(f"snapshot {info.path} holds no model")
     return info, state
+
+
+def require_there(path: Path) -> None:
+    """Raises: SnapshotError: --init-from names nothing that this process may reach."""
+    try:
+        path.stat()
+    except OSError as error:
+        raise SnapshotError(f"{path} cannot be read: {cause_of(error)} (--init-from)") from error
 
 
 def initialise(model: nn.Module, path: Path, *, warn: Callable[[str], None], key: bytes | None = None) -> None:

@@ -385,6 +385,29 @@ def test_status_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     )
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "status", "status {} other", "audit", "audit other {}", "report", "snapshot list", "snapshot verify",
+        "snapshot export", "snapshot hash", "snapshot copy {} other", "drill --duration 1 --run-dir",
+        "bench loop --json {}/rows",
+    ],
+)  # fmt: skip
+def test_a_path_that_the_system_refuses_is_one_line(
+    run_dir: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it does what lies in a folder that one may not enter."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other" / "events").mkdir(parents=True)
+    name = "x" * 300
+    words = [word.replace("{}", name) for word in command.split()]
+    assert cli.main(words if "{}" in command else [*words, name]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(rf"elastic-train: error: [^\n]*{name}[^\n]*: File name too long\n", err)
+    assert "/elastic-train-audit-" not in err, "a path that the person has named"
+
+
 # --- benchmarks -------------------------------------------------------------------------------------------------------
 
 

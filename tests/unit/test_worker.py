@@ -27,7 +27,7 @@ from elastic_train.elastic.worker import (
     warn_of_flags,
 )
 from elastic_train.elastic.world_report import describe_share
-from elastic_train.errors import Refused, UsageError
+from elastic_train.errors import Refused, SnapshotError, UsageError
 from elastic_train.rendezvous.launch import C10dSettings, Launch
 from elastic_train.rules import require_agreement
 from elastic_train.storage import store_arms
@@ -251,6 +251,12 @@ def test_no_job_waits_for_more_nodes_than_it_can_have() -> None:
 def test_a_store_endpoint_is_read_where_it_is_not_used_too() -> None:
     with pytest.raises(UsageError, match="--store-endpoint h:99999: a port is 1 to 65535"):
         check_start(Config(store_endpoint="h:99999"), Launch())
+
+
+@pytest.mark.parametrize(("name", "why"), [("x" * 300, "File name too long"), ("none", "No such file or directory")])
+def test_weights_that_are_out_of_reach_are_told_before_anything_is_made(name: str, why: str) -> None:
+    with pytest.raises(SnapshotError, match=f"^{name} cannot be read: {why} \\(--init-from\\)$"):
+        check_start(Config(init_from=Path(name)), Launch())
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,9 @@ def as_one_run(run_dirs: Sequence[Path]) -> Iterator[Path]:
     if len(run_dirs) == 1:
         yield run_dirs[0]
         return
+    for run_dir in run_dirs:
+        with _reading(run_dir):
+            require_run(run_dir)
     runs = {run_dir: record.uid for run_dir in run_dirs if (record := read_record(run_dir)).uid}
     if len(set(runs.values())) > 1:
         raise RunDirectoryError(f"{' and '.join(map(str, runs))} are not all of one run: give those of one job's nodes")
@@ -37,13 +40,18 @@ def as_one_run(run_dirs: Sequence[Path]) -> Iterator[Path]:
         folder = Path(name, run_dirs[0].resolve().name)  # a page about it is named so
         folder.mkdir()
         for run_dir in run_dirs:
-            require_run(run_dir)
-            try:
+            with _reading(run_dir):
                 for path in sorted(run_dir.resolve().iterdir()):
                     _show(path, folder / path.name)
-            except OSError as error:
-                raise RunDirectoryError(f"{run_dir} cannot be read: {cause_of(error)}") from error
         yield folder
+
+
+@contextlib.contextmanager
+def _reading(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(f"{run_dir} cannot be read: {cause_of(error)}") from error
 
 
 def read_status_of(run_dirs: Sequence[Path], now: float) -> Status:
