@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import signal
 import sys
@@ -32,7 +33,7 @@ from elastic_train.tools.commands import (
     verify_snapshots,
     write_report,
 )
-from elastic_train.wording import flags_in, unrecognized
+from elastic_train.wording import flags_in, no_value, unrecognized
 
 Command = Callable[[argparse.Namespace], int]
 OF_EACH_NODE = "of each node, where they do not share one"
@@ -76,7 +77,10 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} ({self.prog} --help tells more)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's. Raises: UsageError of the command that was given what it does not know, and not of all."""
+        """As argparse's. Raises: UsageError of the command that was given what it does not know, and not of all; or an
+        empty value."""
+        if self.get_default("command") is not None:
+            self._require_values(args)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             given = flags_in(unknown)
@@ -90,6 +94,18 @@ class _Parser(argparse.ArgumentParser):
                 known, where = [], f"flags of the worker stand behind --: {self.prog} -- {behind} ...; {where}"
             raise UsageError(unrecognized(unknown, known, where))
         return found, unknown
+
+    def _require_values(self, words: Sequence[str]) -> None:
+        """Raises: UsageError where one of them is empty, but for those behind `--` and flags that are so by default."""
+        own = list(words[: words.index("--")] if "--" in words else words)
+        defaults = {
+            name: action.default for action in self._actions if action.nargs != 0 for name in action.option_strings
+        }
+        for before, word in itertools.pairwise(["", *own]):
+            name, equals, value = word.partition("=") if word.startswith("--") else (before, "=", word)
+            if not equals or value or defaults.get(name) == "":
+                continue
+            raise UsageError(no_value(name) if name in defaults else "an argument has no value: is a variable not set?")
 
 
 def _is_of_worker(name: str) -> bool:

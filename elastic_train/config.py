@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 from elastic_train.errors import UsageError
 from elastic_train.preemption import notices_flag
 from elastic_train.snapshot_interval import interval_of, steps_or_text
-from elastic_train.wording import flag_without_value, nearest_multiples, of_torchrun, unrecognized
+from elastic_train.wording import flag_without_value, nearest_multiples, no_value, of_torchrun, unrecognized
 
 DOWNLOADABLE = ("mnist", "fashion-mnist", "cifar10")
 IS_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -338,7 +338,7 @@ def _require_values(arguments: Sequence[str], unset: Collection[str] = ()) -> No
     """Raises: UsageError for `--task ""`, `--task=`, and for flags that are `unset` though they are given, such as
     `--task` alone: a variable of the shell was not set, no default is meant."""
     if (name := flag_without_value(arguments, unset)) is not None:
-        raise UsageError(f"{name} has no value: is a variable not set? Leave the flag out for the default")
+        raise UsageError(no_value(name))
 
 
 def task_of(arguments: Sequence[str]) -> str | None:

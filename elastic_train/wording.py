@@ -58,6 +58,10 @@ def flag_without_value(words: Sequence[str], unset: Collection[str]) -> str | No
     return None
 
 
+def no_value(name: str) -> str:
+    return f"{name} has no value: is a variable not set? Leave the flag out for the default"
+
+
 def of_torchrun(words: Sequence[str]) -> str:
     """What is to be said of torchrun's own flags among those of a script; nothing where there are none."""
     names = (*TORCHRUN_OPTIONS, *TORCHRUN_SWITCHES)

@@ -111,8 +111,6 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
 
     given = {option: getattr(arguments, option.replace("-", "_")) for option in SLURM_OPTIONS}
     options = {option: str(value) for option, value in given.items() if value is not None}
-    if "" in options.values():
-        raise UsageError(f"--{next(option for option, value in options.items() if not value)}: has no value")
     for text in arguments.sbatch:
         name, _, value = text.removeprefix("--").partition("=")
         options[name] = value

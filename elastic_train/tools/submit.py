@@ -119,7 +119,7 @@ def _check(job: SlurmJob, is_fixed: bool) -> None:
         if owned is not None:
             raise UsageError(f"{given}: {owned}")
     check_task_stands_alone(job.flags)
-    if task_of(job.flags) is None:  # a task may have flags of its own, which only the nodes know
+    if not task_of(job.flags):  # a task may have flags of its own, which only the nodes know
         parse(job.flags)
 
 

@@ -147,11 +147,6 @@ def test_what_sbatch_would_not_read_as_one_word_is_quoted(value: str, line: str)
     assert set_option("#SBATCH --time=1\n", "comment", value).splitlines()[1] == f"#SBATCH --comment={line}"
 
 
-def test_an_option_without_its_value(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", "slurm", "--partition", "", "--dry-run"]) == 2
-    assert "--partition: has no value" in capsys.readouterr().err
-
-
 def test_a_dry_run_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "slurm", "--nodes", "2", "--dry-run", "--sbatch", "qos=low", "--", "--epochs", "3"]) == 0
     script = capsys.readouterr().out

@@ -29,6 +29,7 @@ from elastic_train.tools.bench.table import BenchRow
 from elastic_train.training.state import state_sha256
 from tests.processes import cpu_seconds, cpu_seconds_of_torch, flip_a_bit
 
+NO_VALUE = "has no value: is a variable not set? Leave the flag out for the default"
 MODEL = {"w": torch.arange(6.0), "n": torch.tensor(3)}
 
 
@@ -144,7 +145,7 @@ class TestSnapshotExport:
         assert cli.main(["snapshot", "hash", name]) == 0
         assert capsys.readouterr().out == sha256(30 if is_replaced else 10) + "\n"
 
-    @pytest.mark.parametrize("output", [".", "/", "..", ""])
+    @pytest.mark.parametrize("output", [".", "/", ".."])
     @pytest.mark.parametrize("file_format", ["pt", "safetensors", "dcp"])
     def test_an_output_that_names_no_file_is_told(
         self,
@@ -365,6 +366,20 @@ class TestSnapshotList:
         (["check", "--", "train.py", "--run-dir", "r"], "error: train.py: the check builds what `-m elastic_train`"),
         (["check", "--", "-m", "my.train", "--rows", "3"], "error: -m my.train: the check builds what"),
         (["check", "--rdzv-backend=etcd3"], "needs --rdzv-endpoint=HOST:PORT"),
+        (["status", ""], "error: an argument has no value: is a variable not set?"),
+        (["status", "run", "", "--json"], "error: an argument has no value: is a variable not set?"),
+        (["status", "--json", ""], "error: an argument has no value: is a variable not set?"),
+        (["snapshot", "copy", "run", ""], "error: an argument has no value: is a variable not set?"),
+        (["snapshot", "export", "run", "--output", ""], f"error: --output {NO_VALUE}"),
+        (["snapshot", "list", "run", "--snapshot-key="], f"error: --snapshot-key {NO_VALUE}"),
+        (["check", "--rdzv-conf", "", "--rdzv-endpoint", ""], f"error: --rdzv-endpoint {NO_VALUE}"),
+        (["check", "--rdzv-conf=", "--rdzv-endpoint="], f"error: --rdzv-endpoint {NO_VALUE}"),
+        (["drill", "--faults", "", "--", "mine.py", "--title", ""], f"error: --faults {NO_VALUE}"),
+        (["submit", "slurm", "--etcd", "", "--dry-run"], f"error: --etcd {NO_VALUE}"),
+        (["submit", "slurm", "--name=", "--dry-run"], f"error: --name {NO_VALUE}"),
+        (["submit", "slurm", "--run-dir", "", "--dry-run"], f"error: --run-dir {NO_VALUE}"),
+        (["submit", "slurm", "--partition", "", "--dry-run"], f"error: --partition {NO_VALUE}"),
+        (["submit", "slurm", "--dry-run", "--", "--task", ""], f"error: --task {NO_VALUE}"),
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(
@@ -376,6 +391,13 @@ def test_bad_usage_is_one_line_and_code_2(
     assert len(err.splitlines()) == 1
     assert err.startswith("elastic-train: error: ")
     assert message in err
+
+
+def test_an_empty_value_where_the_default_is_empty_or_a_script_gets_it() -> None:
+    parse = cli.make_parser().parse_args
+    assert parse(["check", "--rdzv-conf="]).rdzv_conf == "", "as deploy/slurm/elastic.sbatch gives it"
+    assert parse(["check", "--rdzv-conf", "", "--workers", "2"]).workers == 2
+    assert parse(["drill", "--", "mine.py", "--title", ""]).flags == ["mine.py", "--title", ""]
 
 
 def test_status_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
