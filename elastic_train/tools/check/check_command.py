@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -84,6 +85,10 @@ def refuse_what_cannot_work(arguments: argparse.Namespace) -> None:
         number = getattr(arguments, flag)
         if number is not None and number < 1:
             raise UsageError(f"--{flag} {number}: must be at least 1")
+    if not 0 <= arguments.grace < math.inf:
+        raise UsageError(f"--grace {arguments.grace}: must be a number of seconds, 0 or more")
+    if not 0 < arguments.wait < math.inf:
+        raise UsageError(f"--wait {arguments.wait}: must be a positive number")
     if arguments.rdzv_backend == "etcd3":
         etcd_settings(arguments, os.environ)
     elif arguments.rdzv_endpoint is not None:
