@@ -25,10 +25,11 @@ def main() -> int:
             die_with_agent()  # first of all: a task of one's own may be imported for long
         with quick_imports():
             config = parse(sys.argv[1:], own_flags(sys.argv[1:]))
-        if config.spawn is not None and "RANK" not in os.environ:
-            from elastic_train.rendezvous.spawn import spawn
+        if config.spawn is not None:
+            from elastic_train.rendezvous.spawn import is_spawner, spawn
 
-            return spawn(config.spawn, sys.argv[1:])
+            if is_spawner(config.spawn, os.environ):
+                return spawn(config.spawn, sys.argv[1:])
         stop = StopSignal()
         stop.install()
         # After the command line, for these imports take seconds and a mistake in a flag should not.

@@ -6,10 +6,28 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from elastic_train.errors import UsageError
+from elastic_train.rendezvous.slurm import torchrun_variables
 from elastic_train.system import AGENT_VARIABLE, name_of_process, require_linux
+
+
+def is_spawner(num_workers: int, environ: Mapping[str, str]) -> bool:
+    """Whether this process, which was given --spawn, is to start the workers; else it is one of them.
+
+    Raises:
+        UsageError: a launcher starts the workers.
+    """
+    if "RANK" in environ and AGENT_VARIABLE in environ and "TORCHELASTIC_RUN_ID" not in environ:
+        return False
+    if "RANK" in environ or torchrun_variables(environ):
+        raise UsageError(
+            f"--spawn {num_workers}: a launcher has started this worker already: leave one of the two out; torchrun's "
+            "--nproc-per-node says how many workers a node has, or srun's --ntasks-per-node"
+        )
+    return True
 
 
 def spawn(num_workers: int, arguments: Sequence[str]) -> int:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from elastic_train.errors import UsageError
 from elastic_train.rendezvous import spawn as spawning
-from elastic_train.rendezvous.spawn import spawn
+from elastic_train.rendezvous.spawn import is_spawner, spawn
+from elastic_train.system import AGENT_VARIABLE
 
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 
@@ -21,8 +23,9 @@ class FakeWorker:
 
     started: list[FakeWorker]
 
-    def __init__(self, *_command: Any, **_kinds: Any) -> None:
+    def __init__(self, *_command: Any, env: dict[str, str], **_kinds: Any) -> None:
         self.told: list[int] = []
+        self.environ = env
         if not self.started:
             os.kill(os.getpid(), signal.SIGTERM)
         self.started.append(self)
@@ -48,3 +51,29 @@ def test_a_signal_that_comes_while_workers_are_started_reaches_each_once(workers
     """Twice means to end at once."""
     assert spawn(3, []) == 128 + signal.SIGTERM
     assert [worker.told for worker in workers] == [[signal.SIGTERM]] * 3
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "run", AGENT_VARIABLE: "1 1"}
+SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{"RANK": "0"}, {"RANK": "0", "TORCHELASTIC_RUN_ID": "run"}, {"RANK": "1"} | TORCHRUN, SRUN, SRUN | {"RANK": "0"}],
+    ids=["another launcher", "torchrun without the hook", "torchrun", "srun", "by hand under srun"],
+)
+def test_where_a_launcher_starts_workers_none_is_spawned(environ: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"^--spawn 4: a launcher has started this worker already: "):
+        is_spawner(4, environ)
+
+
+def test_workers_know_that_they_are_spawned(workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what their parent hands them; it stands in a batch script of SLURM's, perhaps."""
+    batch = SRUN | {"SLURM_TASK_PID": "1"}
+    for environ in ({}, batch, SRUN | {"SLURM_NTASKS": "1"}):
+        assert is_spawner(2, environ)
+        with monkeypatch.context() as patched:
+            for name, value in environ.items():
+                patched.setenv(name, value)
+            spawn(2, [])
+    assert [is_spawner(2, worker.environ) for worker in workers] == [False] * 6
