@@ -98,7 +98,8 @@ class Metrics:
             self._server, _ = start_http_server(self._port, self._host, registry)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise UsageError(f"--metrics-host {self._host}: {cause_of(error)}") from error
+                where = f"--metrics-host {self._host}, --metrics-port {self._port}"
+                raise UsageError(f"{where}: {cause_of(error)}") from error
             if not self._has_told:
                 self._has_told = True
                 self._log(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import sys
 import time
@@ -11,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -225,8 +227,18 @@ def test_it_listens_where_it_is_told_and_nowhere_else(stack: ExitStack, warnings
     make(stack, port, warnings)
     with socket.socket() as other:  # 127.0.0.2 is this machine too
         assert other.connect_ex(("127.0.0.2", port)) != 0
-    with pytest.raises(UsageError, match=r"--metrics-host 192\.0\.2\.1"):
-        Metrics("192.0.2.1", free_port(), run="mine", max_nodes=1, log=print, warn=warnings.append)
+    port = free_port()
+    with pytest.raises(UsageError, match=rf"^--metrics-host 192\.0\.2\.1, --metrics-port {port}: Cannot assign "):
+        Metrics("192.0.2.1", port, run="mine", max_nodes=1, log=print, warn=warnings.append)
+
+
+def test_a_port_that_one_may_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: Any) -> NoReturn:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("prometheus_client.start_http_server", refuse)
+    with pytest.raises(UsageError, match=r"^--metrics-host 127\.0\.0\.1, --metrics-port 80: Permission denied$"):
+        Metrics("127.0.0.1", 80, run="mine", max_nodes=1, log=print, warn=print)
 
 
 def test_without_the_library_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
