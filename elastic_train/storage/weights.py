@@ -27,6 +27,7 @@ from elastic_train.storage.snapshot import (
     read_info,
 )
 from elastic_train.storage.state_bytes import deserialize_state
+from elastic_train.storage.store_urls import is_url
 
 WRAPPED = "module."
 """before every name in the state dict of a wrapped model; some models have a layer of that name themselves"""
@@ -160,7 +161,13 @@ def read_state(
 
 
 def require_there(path: Path) -> None:
-    """Raises: SnapshotError: --init-from names nothing that this process may reach."""
+    """Raises: SnapshotError: --init-from names nothing that this process may reach. UsageError: a URL."""
+    if is_url(path):  # not repeated, for it may hold a secret
+        scheme = str(path).partition(":")[0]
+        raise UsageError(
+            f"--init-from {scheme}://...: no URL works here; `elastic-train snapshot copy URL FOLDER` brings a "
+            "snapshot to a folder"
+        )
     try:
         path.stat()
     except OSError as error:

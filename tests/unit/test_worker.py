@@ -259,6 +259,13 @@ def test_weights_that_are_out_of_reach_are_told_before_anything_is_made(name: st
         check_start(Config(init_from=Path(name)), Launch())
 
 
+def test_weights_at_a_url_are_told_how_to_be_had() -> None:
+    remedy = r"s3://\.\.\.: no URL works here; `elastic-train snapshot copy URL FOLDER` brings a snapshot to a folder$"
+    with pytest.raises(UsageError, match=f"^--init-from {remedy}") as raised:
+        check_start(Config(init_from=Path("s3://user:hunter2@bucket/run-1")), Launch())
+    assert "hunter2" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("flags", "length", "told"),
     [
