@@ -98,7 +98,7 @@ class Trainer:
         state, watcher = self._worker.state, self._membership.watcher
         self.was_applied = False
         self._warn_of_kept_modules()
-        state.set_modes()  # a function of the user's may have been interrupted in an evaluation of its own
+        state.modes.put_back()  # a function of the user's may have been interrupted in an evaluation of its own
         if not self._is_bundled:  # at once: what is done with the weights is not known
             begin.wait_for_claim(watcher)
             if begin.comparison is not None:

@@ -201,7 +201,7 @@ def waits_for_all(config: Config) -> bool:
 def warm_up(worker: Worker, stand_in: Callable[[], Any], loss: BatchLoss) -> None:
     """A forward and a backward pass over one sample that counts for nothing."""
     state = worker.state
-    state.set_modes()
+    state.modes.put_back()
     nothing = MicroBatch(0, 0, 0, np.zeros(0, dtype=np.int64), 1, is_last=True)
     try:
         batch_loss(worker, stand_in, loss)(state.model, nothing, None).backward()  # type: ignore[no-untyped-call]

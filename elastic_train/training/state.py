@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -105,7 +105,7 @@ class TrainState:
         self.last_step = total_steps(length, global_batch_size, epochs, max_steps)
         if not model.training:  # as a whole; then that is no choice of layers
             model.train()
-        self._modes = [(module, module.training) for module in model.modules()]
+        self.modes = Modes(one for one in (model, *self.extras.values()) if isinstance(one, nn.Module))
         self.kept = KeptStep(model, optimizer, self.extras.values(), scaler)
         self.is_step_open = self._is_updating = False  # whether a step has begun that is not committed
         self.before_update: Callable[[], None] = lambda: None
@@ -147,10 +147,6 @@ class TrainState:
         self.lock.hold()
         self._is_updating = True
         return checked
-
-    def set_modes(self) -> None:
-        """Put every module of the model into the mode, `train()` or `eval()`, that it had when this state was made."""
-        _set_modes(self._modes)
 
     def remember(self) -> None:
         """A step begins: keep what it may change before its reduction is known to be sound."""
@@ -319,19 +315,27 @@ def require_values(model: nn.Module) -> None:
             )
 
 
+class Modes:
+    """The mode, `train()` or `eval()`, in which every layer of some modules is: users freeze some of them. Those of a
+    `TrainState` are of when it was made, and each world begins in them."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modes = [(layer, layer.training) for module in modules for layer in module.modules()]
+
+    def put_back(self) -> None:
+        """They are in that mode again."""
+        for layer, is_training in self._modes:
+            layer.training = is_training
+
+
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Leave every module in the mode, `train()` or `eval()`, in which it was: users freeze some of them."""
-    modes = [(module, module.training) for module in model.modules()]
+    """Leave every layer in the mode in which it was."""
+    modes = Modes([model])
     try:
         yield
     finally:
-        _set_modes(modes)
-
-
-def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
-    for module, is_training in modes:
-        module.training = is_training
+        modes.put_back()
 
 
 def state_sha256(model_state: Mapping[str, Any]) -> str:

@@ -513,15 +513,32 @@ def test_layers_that_are_frozen_stay_frozen() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3).eval(), nn.Dropout())
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), length=8, global_batch_size=4, epochs=2)
     model.eval()
-    state.set_modes()
+    state.modes.put_back()
     assert [module.training for module in model] == [True, False, True]
     with modes_kept(model):
         model.eval()
     assert [module.training for module in model] == [True, False, True]
 
     whole = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
-    TrainState(whole, torch.optim.SGD(whole.parameters(), lr=0.1), length=8, global_batch_size=4, epochs=2).set_modes()
+    TrainState(
+        whole, torch.optim.SGD(whole.parameters(), lr=0.1), length=8, global_batch_size=4, epochs=2
+    ).modes.put_back()
     assert all(module.training for module in whole.modules()), "as a whole that is no choice of layers"
+
+
+def test_modules_among_the_extras_are_put_into_their_modes_too() -> None:
+    """A function of the user's was interrupted in an evaluation: a newcomer's modules are not in eval mode."""
+    gan, teacher = Gan(), nn.Sequential(nn.Linear(3, 4), nn.Dropout()).eval()
+    gan.d[1].eval()
+    extras = {"d": gan.d, "teacher": teacher, "scheduler": gan.scheduler}
+    state = TrainState(gan.g, gan.state.optimizer, length=8, global_batch_size=4, epochs=2, extras=extras)
+    gan.g.eval()
+    gan.d.eval()
+    teacher.train()
+    state.modes.put_back()
+    assert all(layer.training for layer in gan.g.modules())
+    assert [layer.training for layer in gan.d.modules()] == [True, True, False, True]
+    assert not any(layer.training for layer in teacher.modules()), "as it was given"
 
 
 def test_a_state_stays_whole_where_its_update_is_refused() -> None:
