@@ -5,6 +5,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,17 @@ from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
 from elastic_train.training.collectives import reduced
-from elastic_train.training.reduction import SHARES_BUFFERS, freeze_statistics, require_reduced, share_buffers
+from elastic_train.training.reduction import SHARES_BUFFERS, freeze_statistics, named, require_reduced, share_buffers
 from elastic_train.world import World
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A DDP module, which only the training function keeps."""
+
+    ddp: weakref.ref[DistributedDataParallel]
+    frozen: list[nn.Parameter]
+    """of its own, when it was made: it sums no gradient of theirs"""
 
 
 class OwnParallel:
@@ -49,9 +59,8 @@ class OwnParallel:
         self._steps = steps
         self._sums = sums
         self._note_unwrapped, self._require_unbroken = note_unwrapped, require_unbroken
-        self._hooks: list[RemovableHandle] = []
-        self.made: list[weakref.ref[DistributedDataParallel]] = []
-        """the modules, which only the training function keeps"""
+        self._hooks: dict[nn.Module, RemovableHandle] = {}
+        self.made: list[Wrapped] = []
 
     def wrap(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """As `Training.parallel`."""
@@ -66,9 +75,12 @@ class OwnParallel:
             setattr(ddp, SHARES_BUFFERS, False)
         shares_buffers = shares_buffers and self._world_size > 1 and self._device.type == "cpu"
         ddp.register_forward_pre_hook(partial(self._enter_forward, shares_buffers=shares_buffers))
-        if self._device.type == "cpu":  # a GPU has the buffers later, and waits within a SyncBatchNorm
-            self._hooks.append(ddp.module.register_forward_pre_hook(_ForwardBegins(self)))
-        self.made.append(weakref.ref(ddp))
+        # A GPU has the buffers later, and waits within a SyncBatchNorm.
+        if self._device.type == "cpu" and module not in self._hooks:
+            self._hooks[module] = module.register_forward_pre_hook(_ForwardBegins(self))
+        self.made[:] = [one for one in self.made if one.ddp() is not None]  # a function may make one in each epoch
+        frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        self.made.append(Wrapped(weakref.ref(ddp), frozen))
         return ddp
 
     @contextmanager
@@ -103,7 +115,7 @@ class OwnParallel:
     def close(self) -> None:
         """The user's own module is as it was; the DDP modules are the function's to let go."""
         while self._hooks:
-            self._hooks.pop().remove()
+            self._hooks.popitem()[1].remove()
 
     def _enter_forward(self, ddp: DistributedDataParallel, _arguments: Any, *, shares_buffers: bool) -> None:
         """The buffers are shared before the module's own forward pass; a SyncBatchNorm waits within it.
@@ -152,10 +164,34 @@ class OwnParallel:
         step.has_reduced = True
 
 
-def require_summed(made: Iterable[weakref.ref[DistributedDataParallel]], step: int) -> None:
-    """Raises: UsageError where a backward pass through one of the modules has left gradients this rank's own."""
-    for ddp in filter(None, (module() for module in made)):
-        require_reduced(ddp, f"in step {step}", "give training.parallel() find_unused_parameters=True")
+def require_summed(made: Iterable[Wrapped], step: int) -> None:
+    """Raises: UsageError where a backward pass has left gradients of one of the modules this rank's own."""
+    found = [(ddp, one.frozen) for one in made if (ddp := one.ddp()) is not None]
+    for ddp, frozen in found:
+        try:
+            require_reduced(ddp, f"in step {step}", "give training.parallel() find_unused_parameters=True")
+        except UsageError as error:
+            known = {id(one) for one in frozen}
+            _refuse_changed(
+                [name for name, one in ddp.module.named_parameters() if not one.requires_grad and id(one) not in known],
+                f"frozen, and DDP waits for a gradient of each in step {step}",
+                error,
+            )
+            raise
+    thawed = {id(one) for _, frozen in found for one in frozen if one.requires_grad and one.grad is not None}
+    if thawed:
+        for ddp, frozen in found:  # another one may have been made since
+            thawed -= {id(one) for one in ddp.parameters()} - {id(one) for one in frozen}
+        names = {name: None for ddp, _ in found for name, one in ddp.module.named_parameters() if id(one) in thawed}
+        _refuse_changed([*names], f"thawed, and nobody sums their gradients of step {step}")
+
+
+def _refuse_changed(names: list[str], what: str, cause: UsageError | None = None) -> None:
+    if names:
+        raise UsageError(
+            f"{named(names)} changed since training.parallel() made the DDP module: {what}. Call training.parallel() "
+            "again after freezing or thawing, at the top of the epoch"
+        ) from cause
 
 
 class _ForwardBegins:

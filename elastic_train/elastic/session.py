@@ -89,7 +89,8 @@ class Training:
 
         Gradients are averaged by samples, not by ranks: what the optimizer sees is the mean over the step's samples,
         also where shares differ in size. The loss of a rank is the mean over its own batch, as usual. `model` itself
-        is for evaluation.
+        is for evaluation. Where parameters have been frozen or thawed, call it again: one that was made before does not
+        sum what is trained now, and the optimizer's step is refused (UsageError).
 
         Raises:
             RuntimeError: from the communication library, when a peer is lost; `run` enters the function anew then.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -12,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.extras_check import ExtrasCheck
 from elastic_train.elastic.loop_hints import LoopHints
 from elastic_train.elastic.membership import Membership
-from elastic_train.elastic.own_parallel import OwnParallel, require_summed
+from elastic_train.elastic.own_parallel import OwnParallel, Wrapped, require_summed
 from elastic_train.elastic.process_group import is_communication_error
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.session import Training
@@ -76,7 +74,7 @@ class Trainer:
         self.has_room_for_handover = self._is_bundled and worker.config.reduction == "fast" and not has_sync
         """whether newcomers may take part in a step without samples, and get the state while it is computed"""
         self._training: Training | None = None
-        self._ddp_modules: list[weakref.ref[DistributedDataParallel]] = []
+        self._ddp_modules: list[Wrapped] = []
         """of the newest world"""
         optimizer = worker.state.optimizer
         if not self._is_bundled:
@@ -250,7 +248,7 @@ class Trainer:
         return self.last_votes
 
     def _warn_of_kept_modules(self) -> None:
-        if any(module() is not None for module in self._ddp_modules):
+        if any(module.ddp() is not None for module in self._ddp_modules):
             self._worker.reporter.warn(
                 "the training function keeps the DDP module of an earlier world, and with it that world's memory: "
                 "make it with training.parallel() in the function and keep it in a local variable"

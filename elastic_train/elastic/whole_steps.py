@@ -32,13 +32,12 @@ from elastic_train.training.reduction import (
     Reduction,
     Share,
     StepTotals,
-    clip_gradients,
     named,
     without_gradient,
 )
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state_hash import StateComparison
-from elastic_train.training.step import NO_VOTES, Votes, drop_gradients, task_loss, train_step
+from elastic_train.training.step import NO_VOTES, Votes, clip_gradients, drop_gradients, task_loss, train_step
 from elastic_train.world import World
 
 BatchLoss = Callable[[nn.Module, Any], torch.Tensor]

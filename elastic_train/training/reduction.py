@@ -94,7 +94,9 @@ class FastReduction:
     takes rank 0's (`evaluation.share_buffers`, a snapshot). A model with other buffers gets those of rank 0 before each
     step, as with DDP, in a message for each type of numbers.
 
-    Built alike on every rank of a world, whose models must be equal; nothing is broadcast here.
+    Built alike on every rank of a world, whose models must be equal; nothing is broadcast here. Parameters may be
+    frozen and thawed between steps, alike on every rank: DDP sums what was trained when it was made, so another one is
+    made.
 
     Args:
         num_votes: as many as `run` is given.
@@ -116,43 +118,57 @@ class FastReduction:
     ) -> None:
         self._world_size = world.world_size
         self._device = device
-        self._module: nn.Module = model
+        self._model = self._module = model
         self._totals = nn.Parameter(torch.zeros(1 + num_votes, device=device))
         self._no_votes = torch.zeros(1 + num_votes, device=device)
         self._rides_along = not any(options.values())
+        self._options = options
         self._sums = _Sums()
         self._divisor = 1
         self._do = do
         self._waits_in_forward = self._waits_in_backward = False
         self._shared: nn.Module | None = None
         """whose buffers are rank 0's"""
+        self._parameters = list(model.parameters()) if world.world_size > 1 else []
+        self._are_trained: list[bool] = []
+        """of each parameter, when DDP was made"""
         if world.world_size > 1:
-            require_one_kind_of_device(parameter.device for parameter in model.parameters())
-            ddp = DistributedDataParallel(
-                _Carrier(model, self._totals) if self._rides_along else model,
-                device_ids=ddp_device_ids(parameter.device for parameter in model.parameters()),
-                gradient_as_bucket_view=True,  # spares a copy of every gradient
-                init_sync=False,  # the models are equal, but for a newcomer's in a step without samples
-                **{SHARES_BUFFERS: False, **options},
-            )
+            require_one_kind_of_device(parameter.device for parameter in self._parameters)
             if not has_only_statistics(model):
                 self._shared = model
             self._waits_in_forward = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
-            if device.type == "cpu":
-                # Without a reference to `self`, which holds the DDP, and without annotations, which DDP would check.
-                ddp.register_comm_hook(self._sums, lambda sums, bucket: _begin_sum(sums, bucket, do))
-            else:
+            if device.type != "cpu":
                 self._divisor = world.world_size
                 self._waits_in_backward = True
-            # DDP has taken note of all parameters and buffers. From here on its module is the model itself, as a loss
-            # that looks at `module.module` expects.
-            ddp.module = model
-            self._module = ddp
+            self._follow_requires_grad()
+
+    def _follow_requires_grad(self) -> None:
+        """Make DDP, or another one where it would wait for other gradients than there will be."""
+        are_trained = [parameter.requires_grad for parameter in self._parameters]
+        if are_trained == self._are_trained:
+            return
+        self._are_trained, self._module = are_trained, self._model  # the one before is gone, its memory with it
+        ddp = DistributedDataParallel(
+            _Carrier(self._model, self._totals) if self._rides_along else self._model,
+            device_ids=ddp_device_ids(parameter.device for parameter in self._parameters),
+            gradient_as_bucket_view=True,  # spares a copy of every gradient
+            init_sync=False,  # the models are equal, but for a newcomer's in a step without samples
+            **{SHARES_BUFFERS: False, **self._options},
+        )
+        if self._device.type == "cpu":
+            # Without a reference to `self`, which holds the DDP, and without annotations, which DDP would check.
+            do = self._do
+            ddp.register_comm_hook(self._sums, lambda sums, bucket: _begin_sum(sums, bucket, do))
+        # DDP has taken note of all parameters and buffers. From here on its module is the model itself, as a loss
+        # that looks at `module.module` expects.
+        ddp.module = self._model
+        self._module = ddp
 
     def run(
         self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
     ) -> StepTotals:
         """As `Reduction.run`. Raises: UsageError: DDP waits for a gradient that does not come; `run` does not wait."""
+        self._follow_requires_grad()
         self._sums.begin()
         totals = self._make_totals(votes)
         if self._shared is not None:
@@ -360,26 +376,6 @@ def require_one_kind_of_device(devices: Iterable[torch.device]) -> None:
             f"the model has parts on {' and '.join(kinds)}: DDP takes several GPUs of one process, but devices of one "
             "kind only; train it in one worker, or put all parts on GPUs"
         )
-
-
-def clip_gradients(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, max_norm: float) -> None:
-    """Limit the norm of the step's gradient, that of the mean over all its samples, alike on every rank. `max_norm` is
-    in units of the loss, whatever the scaler has made of it."""
-    if scaler is not None:
-        scaler.unscale_(optimizer)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    with one_thread():  # ranks of machines with other numbers of cores would round the norm differently
-        nn.utils.clip_grad_norm_(parameters, max_norm)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    number = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(number)
 
 
 class _Carrier(nn.Module):

@@ -316,21 +316,27 @@ def require_values(model: nn.Module) -> None:
 
 
 class Modes:
-    """The mode, `train()` or `eval()`, in which every layer of some modules is: users freeze some of them. Those of a
-    `TrainState` are of when it was made, and each world begins in them."""
+    """The mode of every layer of some modules, `train()` or `eval()`, and whether each parameter is trained: users
+    freeze some of them. Those of a `TrainState` are of when it was made, and each world begins in them, on survivors
+    and newcomers alike."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
         self._modes = [(layer, layer.training) for module in modules for layer in module.modules()]
+        self._trained = [(one, one.requires_grad) for module in modules for one in module.parameters()]
 
     def put_back(self) -> None:
         """They are in that mode again."""
         for layer, is_training in self._modes:
             layer.training = is_training
+        for parameter, is_trained in self._trained:
+            if parameter.requires_grad != is_trained:
+                parameter.requires_grad_(is_trained)
 
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Leave every layer in the mode in which it was."""
+    """Leave every layer and parameter in the mode in which it was."""
     modes = Modes([model])
     try:
         yield

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple
@@ -91,6 +91,26 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, max_norm: float) -> None:
+    """Limit the norm of the step's gradient, that of the mean over all its samples, alike on every rank. `max_norm` is
+    in units of the loss, whatever the scaler has made of it."""
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with one_thread():  # ranks of machines with other numbers of cores would round the norm differently
+        nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
 
 
 def _unscaled(loss: torch.Tensor) -> torch.Tensor:

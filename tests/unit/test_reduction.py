@@ -10,6 +10,7 @@ import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
+from elastic_train.elastic.own_parallel import OwnParallel, require_summed
 from elastic_train.errors import UsageError
 from elastic_train.tools.bench.reduction_speed import local_world
 from elastic_train.training import evaluation
 from elastic_train.training.group_sockets import GroupSockets
-from elastic_train.training.reduction import FastReduction, Share, clip_gradients, ddp_device_ids, zero_gradients
+from elastic_train.training.reduction import FastReduction, Share, ddp_device_ids, zero_gradients
 from elastic_train.training.sampler import MicroBatch
+from elastic_train.training.step import clip_gradients
 
 CPU = torch.device("cpu")
 WORLD_SIZE = 3
@@ -47,6 +50,8 @@ class Case:
     """of the gradient, if it is clipped"""
     option: str | None = None
     """a switch of DDP that is on"""
+    trained: tuple[str, ...] = ("03",) * NUM_STEPS
+    """the layers that are, in each step"""
 
     @property
     def step_samples(self) -> int:
@@ -69,6 +74,9 @@ TOGETHER = {
     "clipped after unscaling": Case([[2], [3], [1]], scale=1024.0, max_norm=0.1),
     "find_unused_parameters": Case([[2, 1], [3], [0]], option="find_unused_parameters"),
     "static_graph": Case([[2], [3], [1]], option="static_graph"),
+    "thawed": Case([[2, 1], [3], [0]], trained=("3", "3", "03")),
+    "frozen and thawed": Case([[2, 1], [3], [1]], trained=("03", "0", "3")),
+    "thawed with an option": Case([[2], [3], [1]], option="find_unused_parameters", trained=("3", "03", "3")),
 }
 SPOILED = Case([[2], [2], [2]], spoiled=3)
 
@@ -89,6 +97,11 @@ class Outcome:
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8, affine=False).eval(), nn.Linear(8, 4))
+
+
+def set_trained(model: nn.Module, layers: str) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name[0] in layers)
 
 
 def make_samples(case: Case, step: int) -> tuple[Tensor, Tensor]:
@@ -129,6 +142,7 @@ def run_case(case: Case, rank: int) -> Outcome:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=case.scale, enabled=True) if case.scale else None
     options = {case.option: True} if case.option else {}
+    set_trained(model, case.trained[0])
     reduction = FastReduction(model, local_world(rank, len(case.sizes)), CPU, num_votes=2, **options)
     outcome = Outcome()
 
@@ -137,6 +151,7 @@ def run_case(case: Case, rank: int) -> Outcome:
         return mean_loss(module, micro_batch, batch)
 
     for step in range(NUM_STEPS):
+        set_trained(model, case.trained[step])
         optimizer.zero_grad(set_to_none=True)
         scale = scaler.scale if scaler else lambda value: value
         totals = reduction.run(make_share(case, step, rank), loss, scale, VOTES[rank])
@@ -154,6 +169,39 @@ def run_case(case: Case, rank: int) -> Outcome:
             optimizer.step()
     outcome.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return outcome
+
+
+OWN_STEPS = [("3", True), ("03", False), ("03", True), ("0", False), ("0", True), ("", False), ("0", False)]
+"""of a loop of one's own: the layers that are trained, and whether DDP is made for it"""
+
+
+def run_own_steps(rank: int) -> list[tuple[str, dict[str, Tensor]]]:
+    """What each is refused with, and the gradients that it leaves."""
+    anything: Any = SimpleNamespace
+    step = anything(weight=1 / WORLD_SIZE, is_stand_in=False)
+    nothing = anything(do=lambda *_: None, settle=lambda: None)
+    steps = anything(in_hand=step, required=lambda: step, turn_to_function=lambda: None)
+    parallel = OwnParallel(
+        local_world(rank, WORLD_SIZE), CPU, nothing, steps, nothing, lambda: None, lambda: None
+    )  # fmt: skip
+    model, found = make_model(), []
+    inputs, _ = make_samples(TOGETHER["even"], 0)
+    for number, (layers, is_made) in enumerate(OWN_STEPS):
+        set_trained(model, layers)
+        if is_made:
+            ddp = parallel.wrap(model)
+        model.zero_grad()
+        output = ddp(inputs[2 * rank : 2 * rank + 2].requires_grad_())
+        output.square().mean().backward()
+        try:
+            require_summed(parallel.made, number)
+            line = "nothing"
+        except UsageError as error:
+            line = str(error)
+        found.append((line, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
+    assert len(model._forward_pre_hooks) == 1
+    assert len(parallel.made) == 2, "one that is gone is forgotten when the next is made"
+    return found
 
 
 class PartlyUsed(nn.Module):
@@ -250,6 +298,7 @@ def run_plainly(case: Case) -> Outcome:
     outcome = Outcome()
     for step in range(NUM_STEPS):
         inputs, labels = make_samples(case, step)
+        set_trained(model, case.trained[step])
         optimizer.zero_grad(set_to_none=True)
         loss = F.cross_entropy(model(inputs), labels)
         loss.backward()
@@ -313,6 +362,7 @@ def work(rank: int, port: int, out: Path) -> None:
         torch.save(run_odd_types(rank), out / f"odd-types-{rank}")
         refused = [run_partly_used(rank, used) for used in (0, 1)]
         torch.save([*refused, run_beside_ddp(rank)], out / f"refused-{rank}")
+        torch.save(run_own_steps(rank), out / f"own-{rank}")
     torch.save([str(warning.message) for warning in warned], out / f"warnings-{rank}")
     dist.destroy_process_group()
 
@@ -390,6 +440,27 @@ def test_gradients_that_are_not_summed_are_refused_in_their_first_step(worked: P
                 f"2 parameters ({names}) got no gradient in step 1, and DDP waits for all: give --find-"
             )
         assert beside.startswith("not all parameters got a gradient through DDP's forward pass in step 1")
+
+
+def test_who_freezes_or_thaws_has_to_make_ddp_again(worked: Path) -> None:
+    """Else the gradients of what was thawed would be each rank's own, and those of what was frozen be waited for."""
+    first, *others = ([*zip(*torch.load(worked / f"own-{rank}"), strict=True)] for rank in range(WORLD_SIZE))
+    lines, gradients = first
+    assert all(other[0] == lines for other in others)
+    is_refused = [line != "nothing" for line in lines]
+    assert is_refused == [False, True, False, True, False, False, False], "whole as it is, a module may be frozen"
+    changed = "changed since training.parallel() made the DDP module"
+    assert lines[1].startswith(
+        f"2 parameters (0.weight, 0.bias) {changed}: thawed, and nobody sums their gradients of step 1. Call"
+    )
+    assert lines[3].startswith(
+        f"2 parameters (3.weight, 3.bias) {changed}: frozen, and DDP waits for a gradient of each in step 3. Call"
+    )
+    for number, (layers, _) in enumerate(OWN_STEPS):
+        if not is_refused[number]:
+            assert {name[0] for name in gradients[number]} == set(layers)
+            for other in others:
+                torch.testing.assert_close(other[1][number], gradients[number], rtol=0, atol=0)
 
 
 def test_torch_warns_of_no_option_that_ddp_gets(worked: Path) -> None:

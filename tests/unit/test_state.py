@@ -17,7 +17,7 @@ from elastic_train.elastic.trainer import begin_scalers_anew
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.kept import KeptBuffers
-from elastic_train.training.reduction import StepTotals, clip_gradients
+from elastic_train.training.reduction import StepTotals
 from elastic_train.training.state import (
     TrainState,
     build_optimizer,
@@ -26,7 +26,7 @@ from elastic_train.training.state import (
     state_sha256,
     total_steps,
 )
-from elastic_train.training.step import train_step
+from elastic_train.training.step import clip_gradients, train_step
 
 LENGTH, BATCH = 1437, 64
 STEPS_PER_EPOCH = 23
@@ -539,6 +539,20 @@ def test_modules_among_the_extras_are_put_into_their_modes_too() -> None:
     assert all(layer.training for layer in gan.g.modules())
     assert [layer.training for layer in gan.d.modules()] == [True, True, False, True]
     assert not any(layer.training for layer in teacher.modules()), "as it was given"
+
+
+def test_what_was_frozen_and_thawed_meanwhile_is_as_it_was_made() -> None:
+    """A newcomer's parameters are, and DDP sums those that are trained."""
+    gan = Gan()
+    frozen = [gan.g[0].weight, gan.d[2].bias]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    state = TrainState(gan.g, gan.state.optimizer, length=8, global_batch_size=4, epochs=2, extras={"d": gan.d})
+    gan.g.requires_grad_(True)
+    gan.d.requires_grad_(False)
+    state.modes.put_back()
+    for parameter in (*gan.g.parameters(), *gan.d.parameters()):
+        assert parameter.requires_grad != any(parameter is one for one in frozen)
 
 
 def test_a_state_stays_whole_where_its_update_is_refused() -> None:
