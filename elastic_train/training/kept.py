@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from elastic_train.errors import UsageError
 from elastic_train.training.averaging import AveragedWeights
+from elastic_train.wording import count
 
 Buffers = dict[str, torch.Tensor | None]
 """of one layer, as its forward pass finds them"""
@@ -121,6 +123,7 @@ class KeptUpdates:
         self._model, self._buffers = model, buffers
         self._parts = [optimizer, *(extra for extra in extras if not isinstance(extra, own))]
         self.optimizers = [part for part in self._parts if isinstance(part, torch.optim.Optimizer)]
+        self._num_groups = [len(optimizer.param_groups) for optimizer in self.optimizers]
         self.is_needed = len(self.optimizers) > 1
         """from the next step on; a part of the state, for who takes it over"""
         self._num_begun = 0
@@ -146,6 +149,17 @@ class KeptUpdates:
         if any(optimizer is one for one in self.optimizers):
             return False
         return self.owned.issuperset(map(id, parameters_of(optimizer)))
+
+    def require_groups(self) -> None:
+        """Raises: UsageError where an optimizer has not the number of parameter groups that it began with."""
+        for optimizer, number in zip(self.optimizers, self._num_groups, strict=True):
+            found = len(optimizer.param_groups)
+            if found != number:
+                raise UsageError(
+                    f"{type(optimizer).__name__} has {count(found, 'parameter group')}, and began with {number}, as do "
+                    "newcomers and restarts, which cannot take its state over then: make all groups before run(), with "
+                    "a learning rate of 0, or frozen, until they are needed"
+                )
 
     def note_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]) -> Arguments | None:
         """An optimizer's step begins. A closure of it runs passes, and reductions, within that: returns arguments whose

@@ -141,7 +141,8 @@ class TrainState:
         return min(self.global_batch_size, self.length - self.samples_done)
 
     def begin_update(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """An optimizer's step begins: what its pre-hook returns."""
+        """An optimizer's step begins: what its pre-hook returns. Raises: as `KeptUpdates.require_groups`."""
+        self.kept.updates.require_groups()
         checked = self.kept.updates.note_step(args, kwargs, self.before_update)
         self.before_update()
         self.lock.hold()

@@ -14,6 +14,7 @@ from torch import nn
 
 from elastic_train.elastic.loading import load
 from elastic_train.elastic.trainer import begin_scalers_anew
+from elastic_train.errors import UsageError
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.kept import KeptBuffers
@@ -907,6 +908,20 @@ def test_a_group_that_was_added_in_the_step_cannot_be_taken_back() -> None:
     gan.d_optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     assert gan.state.rollback()
     assert not gan.state.is_whole
+
+
+@pytest.mark.parametrize("name", ["g", "d"])
+def test_a_group_that_the_start_did_not_have_is_refused_before_its_first_step(name: str) -> None:
+    """No newcomer and no restart could load a state that has it."""
+    gan = Gan()
+    gan.step()
+    optimizer = gan.state.optimizer if name == "g" else gan.d_optimizer
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    weights = [one.detach().clone() for one in (*gan.g.parameters(), *gan.d.parameters())]
+    with pytest.raises(UsageError, match=r"^(SGD|Adam) has 2 parameter groups, and began with 1, as do newcomers"):
+        gan.step()
+    assert gan.state.is_whole
+    assert all(map(torch.equal, (*gan.g.parameters(), *gan.d.parameters()), weights))
 
 
 class Scaled(torch.optim.Optimizer):
