@@ -58,7 +58,7 @@ class LoopHints:
         self._steps_of[optimizer] = state.step, num_steps + (last_step != state.step)
         if last_step == state.step or num_steps + 1 != STEPS_OF_ONE_THAT_STAYS:
             return
-        if state.kept.updates.is_part(optimizer):
+        if state.kept.updates.is_part(optimizer) and state.kept.updates.has_saved(optimizer):
             return
         modules = [state.model, *(extra for extra in state.extras.values() if isinstance(extra, nn.Module))]
         others = torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler | AveragedWeights

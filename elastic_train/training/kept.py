@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -20,6 +20,8 @@ Remembered = dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]
 """which tensor each of them was, and a copy of what it held"""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """of an optimizer's `step`, itself the first"""
+PARTS = "made_of"
+"""in an optimizer's saved state: what the optimizers hold that it is made of"""
 _SCALES = ("_scale", "_growth_tracker")
 """of a GradScaler; None before its first use"""
 
@@ -150,6 +152,11 @@ class KeptUpdates:
             return False
         return self.owned.issuperset(map(id, parameters_of(optimizer)))
 
+    def has_saved(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether what an optimizer holds is saved with those of the state."""
+        saved = {id(tensor) for one in self.optimizers for tensor in _tensors_in(state_of(one))}
+        return saved.issuperset(map(id, _tensors_in(optimizer.state)))
+
     def require_groups(self) -> None:
         """Raises: UsageError where an optimizer has not the number of parameter groups that it began with."""
         for optimizer, number in zip(self.optimizers, self._num_groups, strict=True):
@@ -192,7 +199,7 @@ class KeptUpdates:
         # Parameters of modules that are no extra are kept, too.
         owned = (one for optimizer in self.optimizers for one in parameters_of(optimizer))
         self._parameters = list({id(one): one for one in (*self._model.parameters(), *owned)}.values())
-        states = [part.state_dict() for part in self._parts]
+        states = [state_of(part) for part in self._parts]
         for part, state in zip(self._parts, states, strict=True):
             self._buffers.put_into(part, state)
         with torch.no_grad():
@@ -222,16 +229,47 @@ class KeptUpdates:
         self.is_needed |= is_needed
 
 
+def state_of(part: Any) -> dict[str, Any]:
+    """As `part.state_dict()`, and of an optimizer with what those hold that it is made of, where that lacks it."""
+    state: dict[str, Any] = part.state_dict()
+    parts = parts_of(part) if isinstance(part, torch.optim.Optimizer) else {}
+    if not parts:
+        return state
+    has = set(map(id, _tensors_in(state)))
+    held = {name: one.state_dict().get("state", {}) for name, one in parts.items()}
+    held = {name: one for name, one in held.items() if has.isdisjoint(map(id, _tensors_in(one)))}
+    return {**state, PARTS: held}
+
+
 def load_part(part: Any, state: Mapping[str, Any]) -> None:
-    """As `part.load_state_dict(state)`, and of an optimizer bit by bit: torch rounds what belongs to a parameter to its
-    dtype, moments and master weights in float32 to bfloat16. May keep the tensors that it is given."""
-    part.load_state_dict(state)
+    """Take over what `state_of` gave, an optimizer bit by bit: torch rounds what belongs to a parameter to its dtype,
+    moments and master weights in float32 to bfloat16. May keep the tensors that it is given."""
     if not isinstance(part, torch.optim.Optimizer):
+        part.load_state_dict(state)
         return
+    parts = parts_of(part)
+    shared = [(one, name) for one in parts.values() for name in ("state", "param_groups") if _do_share(part, one, name)]
+    _load_bits(part, {name: value for name, value in state.items() if name != PARTS})
+    for name in parts.keys() & state.get(PARTS, {}).keys():
+        one, groups = parts[name], parts[name].param_groups
+        _load_bits(one, {"state": state[PARTS][name], "param_groups": one.state_dict()["param_groups"]})
+        one.param_groups = groups  # which are the whole one's, too
+    for one, name in shared:  # torch has put new ones in their place
+        setattr(one, name, getattr(part, name))
+
+
+def _do_share(optimizer: torch.optim.Optimizer, part: torch.optim.Optimizer, name: str) -> bool:
+    ours, theirs = getattr(optimizer, name), vars(part).get(name)
+    are_equal_lists = isinstance(theirs, list) and [*map(id, ours)] == [*map(id, theirs)]
+    return ours is theirs or are_equal_lists
+
+
+def _load_bits(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    optimizer.load_state_dict(state)
     numbers = (number for group in state.get("param_groups", ()) for number in group.get("params", ()))
     given = state.get("state", {})
-    for number, parameter in zip(numbers, parameters_of(part), strict=False):  # one that overrides may have others
-        _as_given(part.state.get(parameter), given.get(number))
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):  # one that overrides may have others
+        _as_given(optimizer.state.get(parameter), given.get(number))
 
 
 def _as_given(loaded: Any, given: Any) -> Any:
@@ -255,6 +293,33 @@ def has_nan(tensor: torch.Tensor) -> bool:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Of all its groups."""
     return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """Those that it is made of, by the place in which it keeps them: SAM's `base_optimizer`, of the same parameters."""
+    owned = {id(one) for one in parameters_of(optimizer)}
+    found: dict[str, torch.optim.Optimizer] = {}
+    waiting = {"": optimizer}
+    while waiting:
+        place, whole = waiting.popitem()
+        for name, value in vars(whole).items():
+            for number, one in enumerate(value if isinstance(value, list | tuple) else (value,)):
+                is_known = one is optimizer or any(one is other for other in found.values())
+                if (
+                    isinstance(one, torch.optim.Optimizer)
+                    and not is_known
+                    and owned.issuperset(map(id, parameters_of(one)))
+                ):
+                    found[f"{place}{name}.{number}"] = waiting[f"{place}{name}.{number}."] = one
+    return found
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(entry)
 
 
 def _copy(value: Any, last: Any) -> Any:

@@ -16,7 +16,7 @@ from elastic_train.branches import Branches, branches_of
 from elastic_train.errors import UsageError
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.kept import Arguments, KeptStep, load_part
+from elastic_train.training.kept import Arguments, KeptStep, load_part, parts_of, state_of
 from elastic_train.training.ratings import Ratings
 from elastic_train.training.sampler import steps_per_epoch
 from elastic_train.training.state_lock import StateLock, StepStart
@@ -205,14 +205,14 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """What `torch.load(weights_only=True)` can read; of a step that has begun nothing, until the optimizer's."""
-        model, extras = self.model.state_dict(), {name: extra.state_dict() for name, extra in self.extras.items()}
+        model, extras = self.model.state_dict(), {name: state_of(extra) for name, extra in self.extras.items()}
         if self.is_step_open:
             self.kept.buffers.put_into(self.model, model)
             for name, extra in self.extras.items():
                 self.kept.buffers.put_into(extra, extras[name])
         return {
             "model": model,
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": state_of(self.optimizer),
             "schedule": {
                 "name": self._schedule if isinstance(self._schedule, str) else None,
                 "base_lrs": self._base_lrs,
@@ -255,9 +255,10 @@ class TrainState:
         self.model.load_state_dict(state["model"])
         loaded = state["optimizer"]
         if self._schedule is not None and not self._has_own_optimizer and not is_peers:
-            loaded = {"state": loaded["state"], "param_groups": self.optimizer.state_dict()["param_groups"]}
+            loaded = {**loaded, "param_groups": self.optimizer.state_dict()["param_groups"]}
         self._base_lrs = list(state["schedule"]["base_lrs"]) if is_peers else self._base_lrs
-        self.optimizer.state.clear()  # before the new one is made: on a GPU there may be no room for both
+        for one in (self.optimizer, *parts_of(self.optimizer).values()):
+            one.state.clear()  # before the new one is made: on a GPU there may be no room for both
         load_part(self.optimizer, loaded)
         extras = state.get("extras", {})
         if self.averaged is not None:  # a new one's copy is of weights that were never trained

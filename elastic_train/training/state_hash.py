@@ -19,6 +19,7 @@ from elastic_train.errors import StatesDiffer, first_line
 from elastic_train.rules import right_hashes
 from elastic_train.training import determinism
 from elastic_train.training.collectives import all_gather
+from elastic_train.training.kept import state_of
 from elastic_train.training.side_thread import SideThread
 from elastic_train.training.state import TrainState, dense_parts
 
@@ -145,7 +146,7 @@ def _compared(state: TrainState) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _held_by(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {key: value for key, value in optimizer.state_dict().items() if key != "param_groups"}
+    return {key: value for key, value in state_of(optimizer).items() if key != "param_groups"}
 
 
 def frozen_of(state: TrainState) -> dict[str, Tensor]:

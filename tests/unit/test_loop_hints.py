@@ -136,10 +136,17 @@ def test_an_optimizer_that_is_thrown_away_after_a_step_is_no_news() -> None:
     assert told.warnings == []
 
 
-def test_an_optimizer_that_the_known_one_is_made_of() -> None:
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_optimizer_that_the_known_one_is_made_of(is_known: bool) -> None:
+    """It is saved with that where it is an attribute of it, or there is nothing to save."""
     told = Told()
-    inner = torch.optim.Adam(told.model.parameters())
+    inner, plain = torch.optim.Adam(told.model.parameters()), torch.optim.SGD(told.model.parameters())
+    if is_known:
+        told.optimizer.base = inner  # type: ignore[attr-defined]
+    told.add_up(1.0)
     for _ in range(5):
-        told.hints.note_other_stepped(ALONE, inner)
+        for optimizer in (plain, inner):
+            optimizer.step()
+            told.hints.note_other_stepped(ALONE, optimizer)
         told.hints._worker.state.commit(0.0)
-    assert told.warnings == []
+    assert [line.split(" no part")[0] for line in told.warnings] == ["Adam, which trains too, is"] * (not is_known)

@@ -17,7 +17,7 @@ from elastic_train.elastic.trainer import begin_scalers_anew
 from elastic_train.errors import UsageError
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.kept import KeptBuffers
+from elastic_train.training.kept import KeptBuffers, parts_of
 from elastic_train.training.reduction import StepTotals
 from elastic_train.training.state import (
     TrainState,
@@ -27,6 +27,7 @@ from elastic_train.training.state import (
     state_sha256,
     total_steps,
 )
+from elastic_train.training.state_hash import hash_of, tensors_of
 from elastic_train.training.step import clip_gradients, train_step
 
 LENGTH, BATCH = 1437, 64
@@ -922,6 +923,127 @@ def test_a_group_that_the_start_did_not_have_is_refused_before_its_first_step(na
         gan.step()
     assert gan.state.is_whole
     assert all(map(torch.equal, (*gan.g.parameters(), *gan.d.parameters()), weights))
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimisation, as it is commonly written: its base has a state of its own."""
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05, **settings})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, **settings)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for one in self.param_groups[0]["params"]:
+            self.state[one]["old_p"] = one.clone()
+            one += 0.05 * one.grad
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for one in self.param_groups[0]["params"]:
+            one.copy_(self.state[one]["old_p"])
+        self.base_optimizer.step()
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self.base_optimizer.param_groups = self.param_groups
+
+
+class Forgetful(Sam):
+    """Leaves its base with other groups than its own."""
+
+    def load_state_dict(self, state: Any) -> None:
+        torch.optim.Optimizer.load_state_dict(self, state)
+
+
+class Careful(Sam):
+    """Saves its base itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "base": self.base_optimizer.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self.base_optimizer.load_state_dict(state["base"])
+        self.param_groups = self.base_optimizer.param_groups
+
+
+def make_sam(kind: type[Sam], dtype: torch.dtype = torch.float32) -> tuple[TrainState, Sam]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).to(dtype)
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    return TrainState(model, optimizer, length=64, global_batch_size=4, epochs=9), optimizer
+
+
+def step_sam(state: TrainState, optimizer: Sam) -> None:
+    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(state.step)).to(state.model.weight.dtype)  # type: ignore[arg-type]
+    for part in (optimizer.first_step, optimizer.second_step):
+        optimizer.zero_grad()
+        state.model(inputs).square().mean().backward()
+        part()
+    state.commit(0.0)
+
+
+def momentum_of(optimizer: Sam) -> list[torch.Tensor]:
+    held = optimizer.base_optimizer.state
+    return [held[one]["momentum_buffer"].clone() for one in optimizer.param_groups[0]["params"]]
+
+
+@pytest.mark.parametrize("is_taken_back", [False, True], ids=["saved and loaded", "taken back"])
+@pytest.mark.parametrize("kind", [Sam, Forgetful, Careful])
+def test_what_an_optimizer_is_made_of_belongs_to_its_state(kind: type[Sam], is_taken_back: bool) -> None:
+    state, optimizer = make_sam(kind)
+    for _ in range(2):
+        step_sam(state, optimizer)
+    momentum, hashed = momentum_of(optimizer), hash_of(dict(tensors_of(state)))
+    there, other = (state, optimizer) if is_taken_back else make_sam(kind)
+    if is_taken_back:
+        state.kept.updates.is_needed = True  # as the trainer's hook has it
+        state.remember()
+        step_sam(state, optimizer)
+        assert hash_of(dict(tensors_of(state))) != hashed
+        state.is_step_open = True
+        assert state.rollback()
+    else:
+        load(there, deserialize_state(serialize_state(state.state_dict()), source="it"), "it")
+    torch.testing.assert_close(momentum_of(other), momentum, rtol=0, atol=0)
+    assert hash_of(dict(tensors_of(there))) == hashed
+    other.param_groups[0]["lr"] = 0.5
+    assert other.base_optimizer.param_groups[0]["lr"] == 0.5, "what a scheduler sets reaches it"
+
+
+def test_what_an_optimizer_saves_itself_is_saved_once() -> None:
+    for kind, names in ((Sam, {"base_optimizer.0"}), (Careful, set())):
+        state, optimizer = make_sam(kind)
+        step_sam(state, optimizer)
+        assert state.state_dict()["optimizer"]["made_of"].keys() == names
+
+
+def test_the_bits_of_a_part_s_state_are_kept_and_a_state_without_it_loads() -> None:
+    state, optimizer = make_sam(Sam, torch.bfloat16)
+    step_sam(state, optimizer)
+    held = optimizer.base_optimizer.state[state.model.weight]  # type: ignore[index]
+    held["momentum_buffer"] = held["momentum_buffer"].float() + 1e-6
+    saved = state.state_dict()
+    there, other = make_sam(Sam, torch.bfloat16)
+    there.load_state_dict(saved)
+    torch.testing.assert_close(momentum_of(other), momentum_of(optimizer), rtol=0, atol=0)
+    there.load_state_dict({**saved, "optimizer": {key: saved["optimizer"][key] for key in ("state", "param_groups")}})
+    assert not other.base_optimizer.state, "of an earlier version: it begins anew"
+    step_sam(there, other)
+
+
+def test_an_optimizer_that_is_made_of_several_and_knows_whose_part_it_is() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    whole: Any = torch.optim.SGD(model.parameters())
+    whole.parts = [torch.optim.Adam(layer.parameters()) for layer in model]
+    whole.parts[0].whole = whole
+    whole.parts[1].inner = torch.optim.SGD(model[1].parameters())
+    whole.of_others = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    assert parts_of(whole) == {
+        "parts.0": whole.parts[0], "parts.1": whole.parts[1], "parts.1.inner.0": whole.parts[1].inner,
+    }  # fmt: skip
 
 
 class Scaled(torch.optim.Optimizer):
