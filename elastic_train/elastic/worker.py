@@ -40,7 +40,7 @@ from elastic_train.training.data_identity import identify, identify_state
 from elastic_train.training.datasets import download
 from elastic_train.training.epoch_dataset import length_of
 from elastic_train.training.ordered import check_model
-from elastic_train.training.state import TrainState, build_optimizer, require_values
+from elastic_train.training.state import TrainState, build_optimizer, require_in_model, require_values
 from elastic_train.training.tasks import ImageClassification, Task, load_task, make_own_task
 from elastic_train.wording import count, kind_of
 from elastic_train.world import Point, World, host_name
@@ -177,20 +177,9 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
     except BaseException as error:
         reporter.failed(error)
         raise
+    built_at = time.monotonic()
     return Worker(
-        config,
-        launch,
-        stop,
-        host,
-        device,
-        task,
-        state,
-        directory,
-        reporter,
-        faults,
-        imported_at,
-        time.monotonic(),
-        identity,
+        config, launch, stop, host, device, task, state, directory, reporter, faults, imported_at, built_at, identity
     )
 
 
@@ -336,6 +325,7 @@ def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
         momentum=defaults["momentum"] if config.momentum is None else config.momentum,
         weight_decay=defaults["weight_decay"] if config.weight_decay is None else config.weight_decay,
     )
+    require_in_model(optimizer, model)
     state = TrainState(
         model,
         optimizer,

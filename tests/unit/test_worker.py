@@ -94,6 +94,34 @@ def test_a_model_with_a_part_without_values_is_one_line() -> None:
         check_state(Config(), ImageClassification("digits", "mlp"), state)
 
 
+class Margin(Task):
+    """Its head lies beside the model, as a loss has it."""
+
+    def __init__(self, *, builds: bool) -> None:
+        self.head, self.builds = nn.Linear(2, 3), builds
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(1, 2)
+
+    def train_dataset(self) -> Any:
+        return TensorDataset(torch.ones(4, 1), torch.zeros(4, dtype=torch.int64))
+
+    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": [*model.parameters()]}, {"params": [*self.head.parameters()]}]
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        return torch.optim.SGD(self.parameter_groups(model), lr=0.1) if self.builds else None
+
+
+@pytest.mark.parametrize("builds", [False, True])
+def test_an_optimizer_trains_nothing_beside_the_model(builds: bool) -> None:
+    said = (
+        r"^the optimizer trains 2 parameters \(\(3, 2\), \(3,\)\) that the model does not have: put it into the module"
+    )
+    with pytest.raises(UsageError, match=said):
+        make_state(Config(), Margin(builds=builds), CPU)
+
+
 def test_channels_last_is_kept_where_a_snapshot_is_loaded() -> None:
     task = ImageClassification("digits", "cnn")
     plain, state = (make_state(Config(channels_last=flag), task, CPU) for flag in (False, True))
