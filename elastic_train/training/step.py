@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from elastic_train.errors import TrainingDiverged, UsageError
+from elastic_train.errors import TrainingDiverged, UsageError, first_line
 from elastic_train.training.reduction import Loss, Reduction, Share, StepTotals, freeze_statistics
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
@@ -61,6 +61,7 @@ def train_step(
 
     Raises:
         TrainingDiverged: the loss is NaN or infinite, on every rank alike; the weights are those before the step.
+        UsageError: the optimizer wants a closure.
     """
     if not state.is_step_open:  # a loop of one's own may have done something in it before
         state.remember()
@@ -75,18 +76,26 @@ def train_step(
                 "Lower --lr, give --clip-grad-norm, or look at the data of that step (--ledger writes it)"
             )
         state.kept.buffers.put_back()  # an overflow in one forward pass must not stay in BatchNorm's statistics
-    if state.scaler:
-        state.scaler.step(state.optimizer)
-        state.scaler.update()
-    else:
-        state.optimizer.step()
+    try:
+        if state.scaler:
+            state.scaler.step(state.optimizer)
+            state.scaler.update()
+        else:
+            state.optimizer.step()
+    except Exception as error:  # each has another one, and a signature does not always show it (SAM)
+        if "closure" not in str(error):
+            raise
+        raise UsageError(
+            f"{type(state.optimizer).__name__} computes its losses itself, by a closure ({first_line(error)}), and "
+            "training.step has one: loop over training.batches(), in a training function of your own"
+        ) from error
     return totals
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
     """What torch's `zero_grad(set_to_none=True)` does, without the profiler's range around it: 10 us in a step."""
     if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()  # without an argument, which not every one takes (apex)
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -210,6 +210,38 @@ def test_a_loss_that_cannot_be_differentiated(make: Callable[[torch.Tensor], Any
         loop.run(WORLD, steps(task))
 
 
+class Twice(torch.optim.SGD):
+    """As SAM's usual form: the signature says that it needs no closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "Twice requires closure, but it was not provided"
+
+
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, Twice])
+def test_an_optimizer_that_wants_a_closure_is_told_where_it_belongs(make: Any) -> None:
+    task = Watched()
+    loop, state, _ = make_loop(task)
+    state.optimizer = make(state.model.parameters())
+    said = f"^{make.__name__} computes its losses itself, by a closure .*: loop over training.batches\\(\\)"
+    with pytest.raises(UsageError, match=said):
+        loop.run(WORLD, steps(task))
+
+
+class Spartan(torch.optim.SGD):
+    """As apex has them."""
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad()
+
+
+def test_an_optimizer_drops_its_gradients_in_its_own_way() -> None:
+    task = Watched()
+    loop, state, told = make_loop(task)
+    state.optimizer = Spartan(state.model.parameters(), lr=0.1)
+    loop.run(WORLD, steps(task))
+    assert told == ["step", "step"]
+
+
 def test_an_exit_in_the_code_that_is_trained_is_an_error() -> None:
     """Its last commits are saved as after any other; the process would be gone without a word."""
 
