@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elastic_train.elastic.session_steps import SessionSteps, StepInHand
 from elastic_train.elastic.step_sums import StepSums
+from elastic_train.elastic.whole_steps import MODEL_ALONE
 from elastic_train.errors import UsageError
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.protocol.liveness import Watcher
@@ -111,6 +112,12 @@ class OwnParallel:
                 "training.parallel() makes in the training function"
             )
         self._note_unwrapped()
+
+    def require_none(self) -> None:
+        """Raises: UsageError where a module is there in a step that is computed as a whole: its hook would weigh
+        gradients that are weighed already, and in ordered mode wait for a rank with fewer micro-batches."""
+        if any(module() is not None for module in self.made):
+            raise UsageError(f"there is a module of training.parallel(), and {MODEL_ALONE}")
 
     def close(self) -> None:
         """The user's own module is as it was; the DDP modules are the function's to let go."""

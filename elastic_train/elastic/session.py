@@ -150,9 +150,10 @@ class Training:
 
         Raises:
             TrainingDiverged: it is NaN or infinite, on every rank alike; the weights are those before the step.
-            RuntimeError: from the communication library, when a peer is lost; `run` enters the function anew then.
+            RuntimeError: as `parallel`. UsageError: something else than the model is trained.
         """
         step = self._steps.required()
+        self._parallel.require_none()
         self._sums.settle()
         self._sums.require_finite()
         step.result = self._whole.step(share, loss, self._votes())

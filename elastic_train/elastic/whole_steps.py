@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -19,11 +20,12 @@ from elastic_train.elastic.process_group import is_communication_error
 from elastic_train.elastic.states_check import StateChecks
 from elastic_train.elastic.step_sums import EVERY
 from elastic_train.elastic.worker import Worker
-from elastic_train.errors import ElasticTrainError, FormationFailed, first_line
+from elastic_train.errors import ElasticTrainError, FormationFailed, UsageError, first_line
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
 from elastic_train.training.epoch_dataset import EpochDataset
+from elastic_train.training.kept import parameters_of
 from elastic_train.training.loader_processes import read_apart
 from elastic_train.training.ordered import OrderedReduction
 from elastic_train.training.reduction import (
@@ -36,10 +38,17 @@ from elastic_train.training.reduction import (
     without_gradient,
 )
 from elastic_train.training.sampler import MicroBatch
-from elastic_train.training.state_hash import StateComparison
+from elastic_train.training.state import TrainState
+from elastic_train.training.state_hash import StateComparison, hash_of
 from elastic_train.training.step import NO_VOTES, Votes, clip_gradients, drop_gradients, task_loss, train_step
 from elastic_train.world import World
 
+MODEL_ALONE = (
+    "training.step trains the model alone: make one module of all that is trained, or loop over training.batches()"
+)
+FROZEN_STEPS = 3
+"""of a world, in which frozen parameters are looked at: in the first one a copy that follows a weight equals it, in the
+second perhaps too, where the learning rate begins at 0"""
 BatchLoss = Callable[[nn.Module, Any], torch.Tensor]
 """(module, batch) -> mean loss over the batch's samples, a scalar"""
 
@@ -92,6 +101,7 @@ class WholeSteps:
         self._begin, self._states, self._stand_in = begin, states, stand_in
         self._reduction: Reduction | None = None
         self._loss: tuple[BatchLoss, Loss] | None = None
+        self._bystanders: Bystanders | None = None
         self._looks = self._has_looked = False
         """for parameters without which no other worker could train with this one"""
 
@@ -99,6 +109,7 @@ class WholeSteps:
         """Make the reduction, if there is none yet; every rank calls it."""
         if self._reduction is None:
             self._looks = is_tried_first(self._worker, self._world)
+            self._bystanders = Bystanders(self._worker, self._world)
             self._reduction = _make_reduction(self._worker, self._membership, self._world)
             if self._begin.handover is not None:
                 self._begin.handover.begin()
@@ -114,7 +125,7 @@ class WholeSteps:
 
         Raises:
             TrainingDiverged, StatesDiffer: on every rank alike; the weights are those before the step.
-            RuntimeError, FormationFailed: a peer is lost.
+            RuntimeError, FormationFailed: a peer is lost. UsageError: as `Bystanders.look`.
         """
         self.prepare()
         if self._loss is None or self._loss[0] is not loss:
@@ -124,17 +135,22 @@ class WholeSteps:
     def run(
         self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
     ) -> StepTotals:
-        """As `Reduction.run`. Raises: FormationFailed where the group was broken off. StatesDiffer."""
+        """As `Reduction.run`. Raises: FormationFailed where the group was broken off. StatesDiffer. UsageError: as
+        `Bystanders.look`."""
         reduction, sockets, begin = self.prepare(), self._membership.sockets, self._begin
         comparison = None if begin.is_handed_over else begin.comparison
         if comparison is not None:
             comparison.begin()
+        if self._bystanders is not None:
+            self._bystanders.note()
         try:
             totals = reduction.run(micro_batches, loss, scale, votes)
         except Exception as error:
             if sockets.is_shut and not is_communication_error(error):  # what it was computed from is garbage
                 raise FormationFailed(f"the process group was broken off: {first_line(error)}") from error
             raise
+        if self._bystanders is not None:
+            self._bystanders.look()
         if self._looks:
             self._look_for_unused(self._worker.state.step + 1)
         self._finish(begin)
@@ -175,6 +191,64 @@ class WholeSteps:
         limit, state = self._worker.config.clip_grad_norm, self._worker.state
         if limit is not None:
             clip_gradients(state.optimizer, state.scaler, limit)
+
+
+class Bystanders:
+    """What the passes of a step must leave alone: parameters that are trained and no part of the model, of which nobody
+    would sum the gradients; and, looked at in a world's first steps, frozen ones, which would move with each pass, so
+    that they depend on how many of them a rank has, and on whether the step is done again."""
+
+    def __init__(self, worker: Worker, world: World) -> None:
+        self._state, self._reporter, self._world = worker.state, worker.reporter, world
+        self._is_ordered = worker.config.reduction == "ordered"
+        own = {id(parameter) for parameter in self._state.model.parameters()}
+        trained = (one for optimizer in self._state.kept.updates.optimizers for one in parameters_of(optimizer))
+        self._others = [parameter for parameter in trained if id(parameter) not in own]
+        self._gradients: list[tuple[Any, int]] = []
+        self._steps_left = FROZEN_STEPS
+        self._hashes: dict[str, int] = {}
+
+    def note(self) -> None:
+        """The passes of a step begin. Blocks for the device in a world's first steps, where something is frozen."""
+        self._gradients = [_version_of(one.grad) for one in self._others]
+        self._hashes = _hashes_of_frozen(self._state) if self._steps_left else {}
+
+    def look(self) -> None:
+        """They are over. Raises: UsageError."""
+        if self._gradients != [_version_of(one.grad) for one in self._others]:
+            shapes = [str(tuple(one.shape)) for one in self._others if one.grad is not None]
+            raise UsageError(f"the loss trains {named(shapes)} beside the model, and {MODEL_ALONE}")
+        if not self._steps_left:
+            return
+        self._steps_left -= 1
+        now = _hashes_of_frozen(self._state) if self._hashes else {}
+        changed = [name for name, before in self._hashes.items() if now.get(name, before) != before]
+        if not changed:
+            return
+        self._steps_left = 0
+        what = f"a forward pass changed what is frozen: {named(changed)}"
+        cure = "make a buffer of it, or update it after the commit, in a training function of your own"
+        if self._is_ordered:
+            raise UsageError(f"--reduction ordered: {what}, once in each micro-batch, so the world decides: {cure}")
+        if self._world.rank == 0:
+            self._reporter.warn(f"{what}; in a step that is done again it changes twice: {cure}")
+
+
+def _version_of(gradient: torch.Tensor | None) -> tuple[int, int]:
+    """Changes with whatever is added to it."""
+    return (0, 0) if gradient is None else (id(gradient), gradient._version)
+
+
+def _hashes_of_frozen(state: TrainState) -> dict[str, int]:
+    """By name, of the model and of modules among the extras; nothing of those that cannot be hashed."""
+    modules = {"": state.model} | {f"{name}.": one for name, one in state.extras.items() if isinstance(one, nn.Module)}
+    found = {}
+    for place, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                with suppress(Exception):  # of a tensor of its own kind
+                    found[f"{place}{name}"] = hash_of({name: parameter.detach()})
+    return found
 
 
 def batch_loss(worker: Worker, stand_in: Callable[[], Any], loss: BatchLoss) -> Loss:

@@ -1,0 +1,129 @@
+"""What the passes of a whole step must leave alone, in a world of one and without a process group."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_train.errors import UsageError
+from elastic_train.training.kept import KeptStep
+from tests.unit.test_loop import WORLD, Watched, make_loop, steps
+
+
+class Following(nn.Module):
+    """A frozen copy follows the trained layer in each forward pass, as in MoCo's usual form."""
+
+    def __init__(self, *, moves: bool) -> None:
+        super().__init__()
+        self.query, self.key, self.moves = nn.Linear(1, 2), nn.Linear(1, 2), moves
+        self.key.load_state_dict(self.query.state_dict())
+        self.key.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for ours, theirs in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            if self.moves:
+                ours.data = ours.data * 0.5 + theirs.data * 0.5
+        outputs: torch.Tensor = self.query(inputs) - self.key(inputs)
+        return outputs
+
+
+class Momentum(Watched):
+    def __init__(self, *, moves: bool) -> None:
+        super().__init__()
+        self.moves = moves
+
+    def build_model(self) -> nn.Module:
+        return Following(moves=self.moves)
+
+
+CHANGED = "a forward pass changed what is frozen: 2 parameters (key.weight, key.bias)"
+
+
+@pytest.mark.parametrize("reduction", ["ordered", "fast"])
+def test_a_frozen_parameter_that_a_forward_pass_writes(reduction: str) -> None:
+    """The copy equals the layer in the first step."""
+    task = Momentum(moves=True)
+    loop, state, told = make_loop(task, reduction=reduction, virtual_ranks=1)
+    if reduction == "ordered":
+        with pytest.raises(UsageError) as raised:
+            loop.run(WORLD, steps(task))
+        assert str(raised.value).startswith(f"--reduction ordered: {CHANGED}, once in each micro-batch")
+        assert (state.step, told) == (1, ["step"])
+        return
+    loop.run(WORLD, steps(task))
+    first, warning, second = told
+    assert (first, second) == ("step", "step")
+    assert warning.startswith(f"warning: {CHANGED}; in a step that is done again it changes twice")
+
+
+@pytest.mark.parametrize("reduction", ["ordered", "fast"])
+def test_a_frozen_parameter_that_is_left_alone(reduction: str) -> None:
+    task = Momentum(moves=False)
+    loop, _, told = make_loop(task, reduction=reduction, virtual_ranks=1)
+    loop.run(WORLD, steps(task))
+    assert told == ["step", "step"]
+
+
+def make_towers(loss: Callable[[nn.Module, nn.Module, Any], torch.Tensor]) -> tuple[Any, Any, nn.Module]:
+    """The run of a function whose loss knows another trained module."""
+    other = nn.Linear(2, 2)
+
+    def train(training: Any) -> None:
+        for _ in training.epochs():
+            for share in training.shares():
+                training.commit(training.step(share, lambda module, batch: loss(module, other, batch)))
+
+    task = Watched()
+    loop, state, _ = make_loop(task, train)
+    state.extras |= {"d": other, "d_optimizer": torch.optim.SGD(other.parameters(), lr=0.1)}
+    state.kept = KeptStep(state.model, state.optimizer, state.extras.values())
+    return lambda: loop.run(WORLD, steps(task)), state, other
+
+
+def test_a_step_trains_no_module_but_the_model() -> None:
+    run, state, _ = make_towers(lambda module, other, batch: other(module(batch[0])).square().mean())
+    with pytest.raises(UsageError) as raised:
+        run()
+    assert str(raised.value) == (
+        "the loss trains 2 parameters ((2, 2), (2,)) beside the model, and training.step trains the model alone: make "
+        "one module of all that is trained, or loop over training.batches()"
+    )
+    assert state.step == 0
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_a_module_that_is_trained_elsewhere_may_give_the_loss(has_gradient: bool) -> None:
+    """What its own step has left in its gradients is nothing of this step."""
+
+    def loss(module: nn.Module, other: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            targets = other(torch.ones(2, 2))
+        return (module(batch[0]) - targets).square().mean()
+
+    run, state, other = make_towers(loss)
+    if has_gradient:
+        other(torch.ones(1, 2)).sum().backward()
+    run()
+    assert state.step == 2
+
+
+def test_a_step_is_refused_beside_a_module_of_parallel() -> None:
+    """Whose hook would weigh the gradients once more, and in ordered mode wait for ranks that have fewer parts."""
+    made = nn.Linear(1, 1)
+
+    def train(training: Any) -> None:
+        training._parallel.made.append(weakref.ref(made))
+        for share in training.shares():
+            training.step(share, lambda module, batch: made(batch[0]).mean() + module(batch[0]).mean())
+
+    loop, state, _ = make_loop(Watched(), train)
+    with pytest.raises(
+        UsageError, match=r"there is a module of training.parallel\(\), and training.step trains the model alone"
+    ):
+        loop.run(WORLD, steps(Watched()))
+    assert state.step == 0
