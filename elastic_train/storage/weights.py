@@ -49,6 +49,15 @@ def export_weights(weights: Mapping[str, Tensor], path: Path, file_format: str) 
         raise SnapshotError(f"{path} cannot be written: {error.strerror}") from error
 
 
+def typed_as(model: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights in the data types of the model's: averages of what has 16 bits are kept in more."""
+    found = dict(weights)
+    for name, own in model.items():
+        if isinstance(own, Tensor) and isinstance(weights.get(name), Tensor):
+            found[name] = weights[name].to(own.dtype)
+    return found
+
+
 def _torch_bytes(weights: Mapping[str, Tensor]) -> bytes:
     buffer = io.BytesIO()
     torch.save(dict(weights), buffer)

@@ -191,7 +191,7 @@ def hash_snapshot(arguments: argparse.Namespace) -> int:
 
 
 def export_snapshot(arguments: argparse.Namespace) -> int:
-    from elastic_train.storage.weights import export_weights
+    from elastic_train.storage.weights import export_weights, typed_as
 
     output = arguments.output or Path(f"weights.{arguments.format}")
     if arguments.output is None and output.exists():
@@ -200,7 +200,7 @@ def export_snapshot(arguments: argparse.Namespace) -> int:
     weights = state.get("extras", {}).get("ema") if arguments.averaged else state["model"]
     if weights is None:
         raise SnapshotError(f"{arguments.path} holds no averaged weights; --ema-decay keeps them")
-    export_weights(weights, output, arguments.format)
+    export_weights(typed_as(state["model"], weights), output, arguments.format)
     rated = "" if info.metric is None else f", metric {info.metric:.6g}"
     print(f"{len(weights)} tensors of step {info.step}{rated}: {output.absolute()}")
     best = state.get("run", {}).get("ratings", {}).get("best")

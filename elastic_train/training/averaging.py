@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,24 +21,55 @@ class AveragedWeights:
         self.model = copy.deepcopy(model).requires_grad_(False)
         """the averaged model, for evaluation"""
         self._decay = decay
+        self._wide: dict[int, torch.Tensor] = {}
+        """in float32, by their place, the averages of trained parameters of 16 bits, which would round each move away;
+        the model has them rounded"""
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """`model` has committed a step."""
-        ours, theirs = list(self.model.parameters()), list(model.parameters())
-        floats = [index for index, parameter in enumerate(ours) if parameter.is_floating_point()]
-        torch._foreach_lerp_([ours[i] for i in floats], [theirs[i].detach() for i in floats], 1.0 - self._decay)
+        ours, theirs = list(self.model.parameters()), [one.detach() for one in model.parameters()]
+        for place, (average, weight) in enumerate(zip(ours, model.parameters(), strict=True)):
+            if weight.requires_grad and _is_narrow(average) and place not in self._wide:
+                self._wide[place] = average.float()
+        floats = [
+            place for place, average in enumerate(ours) if average.is_floating_point() and place not in self._wide
+        ]
+        torch._foreach_lerp_([ours[i] for i in floats], [theirs[i] for i in floats], 1.0 - self._decay)
+        for place, wide in self._wide.items():  # one by one: there is a copy of each, and not of all
+            ours[place].copy_(wide.lerp_(theirs[place].float(), 1.0 - self._decay))
         layers = dict(self.model.named_modules())
         for place, layer in model.named_modules():
             if place in layers and (layer._buffers or layers[place]._buffers):
                 _take_over(layers[place], layer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averaged model's, with the model's own names."""
-        return self.model.state_dict()
+        """The averaged model's, with the model's own names; in float32 what is averaged so."""
+        state = self.model.state_dict()
+        state.update(
+            (name, self._wide[place]) for name, place in self._places() if name in state and place in self._wide
+        )
+        return state
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Of `state_dict`, or the model's own."""
+        self._wide.clear()
         self.model.load_state_dict(state_dict)
+        ours = list(self.model.parameters())
+        for name, place in self._places():
+            given = state_dict.get(name)
+            if given is not None and _is_narrow(ours[place]) and not _is_narrow(given):
+                self._wide[place] = given.to(ours[place].device, torch.float32, copy=True)
+
+    def _places(self) -> Iterator[tuple[str, int]]:
+        """Of the parameters, by name; a tied one has several."""
+        places = {id(parameter): place for place, parameter in enumerate(self.model.parameters())}
+        return ((name, places[id(one)]) for name, one in self.model.named_parameters(remove_duplicate=False))
+
+
+def _is_narrow(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.itemsize < 4
 
 
 def _take_over(ours: nn.Module, theirs: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from elastic_train.errors import SnapshotError, UsageError
 from elastic_train.storage.snapshot_writer import SnapshotWriter
-from elastic_train.storage.weights import export_weights, initialise, read_weights
+from elastic_train.storage.weights import export_weights, initialise, read_weights, typed_as
 from elastic_train.training.averaging import AveragedWeights
 
 TIED = torch.ones(2)
@@ -141,6 +141,71 @@ def test_the_average_follows_the_weights() -> None:
     other = AveragedWeights(nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1)), decay=0.75)
     other.load_state_dict(state)
     assert equal(other.state_dict(), state)
+
+
+class Narrow(nn.Module):
+    """Tied weights in 16 bits, a layer in 32 and a buffer."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(4, 3, dtype=dtype), nn.Linear(3, 4, bias=False, dtype=dtype)
+        self.head.weight = self.embedding.weight
+        self.norm = nn.BatchNorm1d(4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_average_of_narrow_weights_moves_by_less_than_they_can_tell(dtype: torch.dtype) -> None:
+    model = Narrow(dtype)
+    averaged = AveragedWeights(model, decay=0.999)
+    expected = model.head.weight.detach().float()
+    with torch.no_grad():
+        model.head.weight.mul_(1.5)
+    for _ in range(2000):
+        averaged.update(model)
+        expected.lerp_(model.head.weight.detach().float(), 1 - 0.999)
+    state = averaged.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    for name in ("head.weight", "embedding.weight"):
+        assert torch.equal(state[name], expected)
+    assert {name: value.dtype for name, value in averaged.model.state_dict().items()} == {
+        name: value.dtype for name, value in model.state_dict().items()
+    }
+    assert torch.equal(averaged.model.head.weight, expected.to(dtype)), "what is evaluated"
+
+
+def test_the_average_of_narrow_weights_is_restored_bit_by_bit() -> None:
+    """And from a snapshot of before, or the model's own weights, as these are."""
+    model = Narrow(torch.bfloat16)
+    averaged = AveragedWeights(model, decay=0.999)
+    with torch.no_grad():
+        model.head.weight.mul_(1.5)
+    averaged.update(model)
+    other = AveragedWeights(Narrow(torch.bfloat16), decay=0.999)
+    other.load_state_dict(averaged.state_dict())
+    assert equal(other.state_dict(), averaged.state_dict())
+    averaged.update(model)
+    other.update(model)
+    assert equal(other.state_dict(), averaged.state_dict())
+    assert equal(other.model.state_dict(), averaged.model.state_dict())
+    other.load_state_dict(model.state_dict())
+    assert equal(other.model.state_dict(), model.state_dict())
+    assert equal(other.state_dict(), model.state_dict())
+    other.update(model)
+    assert other.state_dict()["head.weight"].dtype == torch.float32
+
+
+def test_the_average_of_what_is_frozen_takes_no_more_memory() -> None:
+    model = Narrow(torch.bfloat16).requires_grad_(False)
+    averaged = AveragedWeights(model, decay=0.999)
+    averaged.update(model)
+    assert equal(averaged.state_dict(), model.state_dict())
+
+
+def test_an_average_is_exported_in_the_types_of_its_model() -> None:
+    model = {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.ones(2), "scale": {"scale": 3}}
+    found = typed_as(model, {"a": torch.full((2,), 1.001), "b": torch.full((2,), 1.001), "scale": {"scale": 3}})
+    assert found.pop("scale") == {"scale": 3}
+    assert equal(found, {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.full((2,), 1.001)})
 
 
 class Scaled(nn.Linear):
