@@ -32,6 +32,9 @@ class EpochDataset(Dataset[Any]):
     its transforms do not depend on who runs them; then `collate` makes the batch of the items. It, and `gather`, find
     these generators seeded by (seed, epoch, the micro-batch's first index). A TensorDataset with the default collate
     gives the same batch without going through its items.
+
+    A method `set_epoch(epoch)` of the data set is called before the first micro-batch of an epoch, in every process
+    that reads one: what a training function calls reaches none that runs already. What it draws is the same in each.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any] = default_collate) -> None:
@@ -45,6 +48,10 @@ class EpochDataset(Dataset[Any]):
             self._gather = dataset.gather  # type: ignore[attr-defined]
         if type(dataset) is TensorDataset and collate is default_collate:
             self._gather = self._select
+        set_epoch = getattr(dataset, "set_epoch", None)
+        self._set_epoch: Callable[[int], Any] | None = set_epoch if callable(set_epoch) else None
+        self._epoch: int | None = None
+        self._seed = seed
         self._draws_nothing = self._gather is not None and type(dataset) in _WITHOUT_DRAWS
 
     def __len__(self) -> int:
@@ -53,6 +60,9 @@ class EpochDataset(Dataset[Any]):
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
         if len(micro_batch.indices) == 0:
             return micro_batch, None
+        if self._set_epoch is not None and micro_batch.epoch != self._epoch:
+            self._epoch = micro_batch.epoch
+            SeededItems(self._seed).read(self._set_epoch, np.array([self._epoch]), self._epoch)
         return micro_batch, self.read(micro_batch.indices, micro_batch.epoch)
 
     def read(self, indices: npt.NDArray[np.int64], epoch: int = 0) -> Any:

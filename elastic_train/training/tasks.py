@@ -85,7 +85,7 @@ class Task:
 
         Its `__getitem__` may draw from torch, random and numpy: they are seeded by (seed, epoch, index) before each
         call. A method `gather(indices: Tensor, epoch: int) -> batch`, if there is one, is used in its place; it may
-        draw as `collate` may.
+        draw as `collate` may. A method `set_epoch(epoch)` is called in each process before it reads an epoch.
         """
         raise UsageError(f"{type(self).__name__} must define train_dataset()")
 

@@ -193,6 +193,40 @@ class TestSynthetic:
             SyntheticImages(10)[10]
 
 
+class Resized(Dataset[Any]):
+    """Its items depend on what it was told of the epoch, as sizes that grow do."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, float, float]] = []
+
+    def __len__(self) -> int:
+        return 8
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told.append((epoch, float(torch.rand(1)), random.random()))
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([self.told[-1][0], index])
+
+
+class Passing(Dataset[Any]):
+    """One that passes on what it does not have."""
+
+    def __init__(self, inner: Resized) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.inner[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # before it is there, in a copy that is unpickled
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
 class TestEpochDataset:
     shares: ClassVar = [[4, 2, 9], [], [7]]
 
@@ -221,6 +255,32 @@ class TestEpochDataset:
                     assert all(torch.equal(draw[k], e) for draw, e in zip(draws, expected[index], strict=True))
         ((_, (_, next_epoch, *_)),) = read(Noisy(), 2, [[0]])
         assert next_epoch[0] != expected[0][0]
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_a_data_set_knows_the_epoch_in_every_process(self, num_workers: int) -> None:
+        """What the training function sets would be seen by none that is forked already."""
+        inner = Resized()
+        for epoch in (3, 4):
+            batches = [batch for _, batch in read(Passing(inner), epoch, [[0, 1], [], [2], [3], [4]], num_workers)]
+            assert [batch.tolist() for batch in batches if batch is not None] == [
+                [[epoch, index] for index in share] for share in ([0, 1], [2], [3], [4])
+            ]
+
+    def test_a_data_set_is_told_once_in_an_epoch_and_draws_alike(self) -> None:
+        found = []
+        for _ in range(2):
+            dataset = Resized()
+            reader = EpochDataset(dataset, seed=3)
+            before = torch.get_rng_state(), random.getstate()
+            for epoch in (2, 2, 3):
+                reader.__getitems__(MicroBatch(epoch, np.array([0])))
+            assert torch.equal(torch.get_rng_state(), before[0])
+            assert random.getstate() == before[1]
+            found.append(dataset.told)
+            torch.rand(1)
+            random.random()
+        assert [epoch for epoch, *_ in found[0]] == [2, 3]
+        assert found[0] == found[1]
 
     def test_leaves_the_training_process_its_generators(self) -> None:
         torch.manual_seed(0)
