@@ -22,7 +22,7 @@ from elastic_train.errors import UsageError
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
-from elastic_train.training.collectives import reduced
+from elastic_train.training.collectives import reduced, require_sound
 from elastic_train.training.reduction import SHARES_BUFFERS, freeze_statistics, named, require_reduced, share_buffers
 from elastic_train.world import World
 
@@ -116,7 +116,7 @@ class OwnParallel:
     def require_none(self) -> None:
         """Raises: UsageError where a module is there in a step that is computed as a whole: its hook would weigh
         gradients that are weighed already, and in ordered mode wait for a rank with fewer micro-batches."""
-        if any(module() is not None for module in self.made):
+        if any(one.ddp() is not None for one in self.made):
             raise UsageError(f"there is a module of training.parallel(), and {MODEL_ALONE}")
 
     def close(self) -> None:
@@ -172,7 +172,9 @@ class OwnParallel:
 
 
 def require_summed(made: Iterable[Wrapped], step: int) -> None:
-    """Raises: UsageError where a backward pass has left gradients of one of the modules this rank's own."""
+    """Raises: UsageError where a backward pass has left gradients of one of the modules this rank's own.
+    FormationFailed where that is because a peer was lost."""
+    require_sound()
     found = [(ddp, one.frozen) for one in made if (ddp := one.ddp()) is not None]
     for ddp, frozen in found:
         try:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store
 
 from elastic_train.elastic.formed_group import FormedGroup, install
-from elastic_train.errors import FormationFailed, UsageError, first_line
+from elastic_train.errors import ElasticTrainError, FormationFailed, UsageError, first_line
 from elastic_train.rules import seconds_to_form
-from elastic_train.training.collectives import GROUP_TIMEOUT, broken_off_by, gather_json
+from elastic_train.training.collectives import GROUP_TIMEOUT, broken_off_by, gather_json, require_sound
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.world import World
 
@@ -217,6 +217,32 @@ def is_communication_error(error: BaseException) -> bool:
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and ("gloo/" in text or "Gloo" in text or "NCCL" in text)
+
+
+@contextmanager
+def lost_peers_told() -> Iterator[None]:
+    """The code that is trained runs inside the block. It may catch the error of a lost peer and raise one of its own,
+    or use what it is given as nobody else would: that is no error of its own. Raises: FormationFailed, then."""
+    try:
+        yield
+    except Exception as error:
+        is_ours = isinstance(error, ElasticTrainError) and not isinstance(error, UsageError)
+        if is_ours or is_communication_error(error):  # it says what it is, whatever it came after
+            raise
+        require_sound()
+        cause = next(filter(is_communication_error, _behind(error)), None)  # of a collective of the function's own
+        if cause is None:
+            raise
+        raise FormationFailed(first_line(cause)) from error
+
+
+def _behind(error: BaseException) -> Iterator[BaseException]:
+    """What an error was raised from, and while handling what; each once."""
+    found: list[BaseException] = [error]
+    for one in found:
+        behind = (one.__cause__, one.__context__)
+        found += [other for other in behind if other is not None and all(other is not known for known in found)]
+    yield from found[1:]
 
 
 def choose_device(requested: str, local_rank: int) -> torch.device:

@@ -15,6 +15,7 @@ from elastic_train.elastic.world_end import StepObserver
 from elastic_train.errors import UsageError
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
+from elastic_train.training.collectives import require_sound
 from elastic_train.training.reduction import Share, StepTotals
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.step import seed_model_draws
@@ -101,7 +102,9 @@ class SessionSteps:
         return self.in_hand
 
     def require_committed(self) -> None:
-        """Raises: UsageError where a step is in hand."""
+        """Raises: UsageError where a step is in hand. FormationFailed where a peer was lost, perhaps in that step, and
+        the function goes on all the same: a loop may catch all errors, to leave a bad batch out."""
+        require_sound()
         if self.in_hand is not None:
             raise UsageError(
                 f"step {self._worker.state.step + 1} ended without training.commit(loss): call it after the "
@@ -150,6 +153,8 @@ class SessionSteps:
         """
         step = self.required()
         has_stepped = step.is_applied
+        if not has_stepped:
+            require_sound()
         if step.has_reduced and not has_stepped:
             self._require_unbroken()
         if not has_stepped:

@@ -18,7 +18,7 @@ from elastic_train.elastic.extras_check import ExtrasCheck
 from elastic_train.elastic.loop_hints import LoopHints
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.own_parallel import OwnParallel, Wrapped, require_summed
-from elastic_train.elastic.process_group import is_communication_error
+from elastic_train.elastic.process_group import is_communication_error, lost_peers_told
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.session import Training
 from elastic_train.elastic.session_steps import SessionSteps
@@ -110,7 +110,7 @@ class Trainer:
         self._training = training = self._make_training(world, shares, begin)
         try:
             try:
-                with self._seeing_every_optimizer():
+                with self._seeing_every_optimizer(), lost_peers_told():
                     self._program.train(training)
             except SystemExit as end:  # else the process would be gone without a word, its last commits with it
                 raise RuntimeError(

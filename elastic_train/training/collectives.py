@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from elastic_train.errors import FormationFailed
+from elastic_train.errors import FormationFailed, first_line
 
 SIZE_BYTES = 8
 FIRST_BYTES = 512
@@ -56,12 +56,23 @@ class Breakable(Protocol):
 class _Group:
     breakable: Breakable
     is_over: bool = False
+    failure: str | None = None
+    """of one of its collectives; the code that is trained may have caught the error"""
 
     def require_hope(self) -> None:
         """As `Breakable`; for a thread that still waits in a group which the training thread has left, too."""
         if self.is_over:
             raise FormationFailed("the process group is over")
         self.breakable.require_hope()
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """The error of a collective inside the block is known from then on."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = first_line(error)
+            raise
 
 
 _present: _Group | None = None
@@ -77,6 +88,13 @@ def broken_off_by(breakable: Breakable) -> Iterator[None]:
     finally:
         _present, group.is_over = None, True
         _helper.end()
+
+
+def require_sound() -> None:
+    """For where the code that is trained may have caught an error that is none of its own. Raises: FormationFailed
+    where a collective of the present group has failed that was waited for here."""
+    if _present is not None and _present.failure is not None:
+        raise FormationFailed(_present.failure)
 
 
 def wait(work: Any, tensor: Tensor) -> None:
@@ -98,15 +116,16 @@ def _wait(work: Any, group: _Group | None) -> None:
     if group is None:
         work.wait()
         return
-    while True:
-        try:
-            work.wait(timedelta(seconds=LOOK_SECONDS))  # leaves the collective as it is, unlike that of a message
-            return
-        except RuntimeError:
-            if work.is_completed():
-                break  # with its own error, or since the wait was over
-        group.require_hope()
-    work.wait()
+    with group.noting():
+        while True:
+            try:
+                work.wait(timedelta(seconds=LOOK_SECONDS))  # leaves the collective as it is, unlike that of a message
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    break  # with its own error, or since the wait was over
+            group.require_hope()
+        work.wait()
 
 
 def numbers(tensor: Tensor) -> list[Any]:
@@ -177,7 +196,8 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
     if _present is None:
         complete()
     elif (group := _group_of(operations[0].tensor)) is not None:
-        _helper.run(complete, group)
+        with group.noting():
+            _helper.run(complete, group)
     else:
         stream = torch.cuda.current_stream(operations[0].tensor.device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -21,7 +22,15 @@ from torch.distributed import TCPStore
 
 from elastic_train.errors import FormationFailed
 from elastic_train.training import collectives
-from elastic_train.training.collectives import broken_off_by, exchange, gather_json, numbers, wait
+from elastic_train.training.collectives import (
+    broken_off_by,
+    exchange,
+    gather_json,
+    numbers,
+    reduced,
+    require_sound,
+    wait,
+)
 from elastic_train.training.group_sockets import KEEP_SECONDS
 
 MEMBER = """
@@ -182,6 +191,38 @@ def test_who_has_no_hope_left_does_not_wait() -> None:
     work: Any = Work(1000)
     with broken_off_by(Group()), pytest.raises(FormationFailed, match="broken off"):
         wait(work, SENT)
+
+
+@pytest.mark.parametrize("work", [Work(0, RuntimeError("gloo/pair.cc: Connection closed")), Work(1000)])
+@pytest.mark.parametrize("is_bucket", [False, True])
+def test_a_failure_that_was_caught_is_known_until_the_group_is_over(work: Any, is_bucket: bool) -> None:
+    """A loop may catch all errors, to leave a bad batch out."""
+    work = copy.copy(work)
+    with broken_off_by(Group()):
+        require_sound()
+        with pytest.raises(RuntimeError if work.error or is_bucket else FormationFailed) as caught:
+            reduced(work, SENT).wait() if is_bucket else wait(work, SENT)
+        with pytest.raises(FormationFailed) as known:
+            require_sound()
+        assert str(known.value) in str(caught.value)
+    require_sound()
+    with broken_off_by(Group()):
+        require_sound()
+
+
+def test_a_failed_message_that_was_caught_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = SimpleNamespace(wait=lambda _limit: raise_lost())
+    monkeypatch.setattr(dist, "P2POp", lambda _kind, tensor, _peer: SimpleNamespace(tensor=tensor))
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda _operations: [message])
+
+    def raise_lost() -> None:
+        raise RuntimeError("gloo/pair.cc: Connection closed")
+
+    with broken_off_by(Group()):
+        with pytest.raises(RuntimeError, match="Connection closed"):
+            exchange([(SENT, 1)], [])
+        with pytest.raises(FormationFailed, match="Connection closed"):
+            require_sound()
 
 
 def test_nccl_waits_without_a_limit_and_the_cpu_beside_it_with_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ from elastic_train.config import Config
 from elastic_train.elastic.loop import bundled
 from elastic_train.elastic.trainer import Program, Trainer
 from elastic_train.elastic.world_end import votes_of
-from elastic_train.errors import FormationFailed, UsageError
+from elastic_train.errors import FormationFailed, SnapshotError, TrainingDiverged, UsageError
 from elastic_train.protocol.heartbeat import FIRST_SECONDS, LEAST_SECONDS, Pace
 from elastic_train.rules import Activity
+from elastic_train.training.collectives import broken_off_by, wait
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
@@ -177,6 +179,110 @@ def test_a_late_stop_may_save_before_a_loop_of_ones_own_asks_for_its_first_batch
     loop.run(WORLD, steps(Watched()))
     assert could_save == [extra != "scheduler"]
     assert not state.lock.acquire(0.0)
+
+
+LOST = "[gloo/transport/tcp/pair.cc:550] Connection closed by peer"
+
+
+class LostPeer:
+    """What breaks the process group off, and a collective that a lost peer has ended."""
+
+    has_nccl = False
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, _limit: Any = None) -> None:
+        raise RuntimeError(LOST)
+
+
+def lose_peer() -> None:
+    wait(LostPeer(), torch.zeros(1))
+
+
+def pass_on(what: str, training: Any) -> None:
+    """What a loop does that catches the error of a batch."""
+    if what == "raise":
+        raise ValueError("a bad batch")
+    if what == "commit":
+        training.commit(0.0)
+    elif what == "step":
+        training.optimizer.step()
+    elif what == "fail":
+        training.step(None, None)
+    elif what == "next":
+        next(iter(training.batches()))
+
+
+@pytest.mark.parametrize("is_caught", ["inside", "outside"])
+@pytest.mark.parametrize("what", ["raise", "commit", "step", "fail", "next", "continue"])
+def test_a_loop_that_catches_the_error_of_a_lost_peer_is_not_the_one_that_has_failed(what: str, is_caught: str) -> None:
+    """It is the job's error else, on the second node that takes the loss for a bad batch."""
+
+    def train(training: Any) -> None:
+        for _ in training.batches():
+            try:
+                lose_peer()
+            except Exception:
+                if is_caught == "inside" or what == "raise":
+                    pass_on(what, training)
+            if is_caught == "outside":
+                pass_on(what, training)
+
+    loop, state, _ = make_loop(Watched(), train)
+    weights = copy.deepcopy(state.model.state_dict())
+    with broken_off_by(LostPeer()), pytest.raises(FormationFailed) as raised:  # type: ignore[arg-type]
+        loop.run(WORLD, steps(Watched()))
+    assert str(raised.value) == LOST
+    assert state.step == 0
+    assert not loop.was_applied
+    torch.testing.assert_close(dict(state.model.state_dict()), dict(weights), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("error", [ValueError("a bad batch"), UsageError("of its use")])
+def test_what_came_of_a_collective_of_the_functions_own_is_no_error_of_its_own(error: Exception) -> None:
+    def train(_training: Any) -> None:
+        try:
+            raise RuntimeError(LOST)
+        except RuntimeError as lost:
+            try:
+                raise KeyError("of its own") from lost
+            except KeyError:
+                raise error from None
+
+    loop, _, _ = make_loop(Watched(), train)
+    with pytest.raises(FormationFailed) as raised:
+        loop.run(WORLD, steps(Watched()))
+    assert (str(raised.value), raised.value.__cause__) == (LOST, error)
+
+
+@pytest.mark.parametrize("error", [ValueError("a bad batch"), UsageError("of its use"), SnapshotError("a full disk")])
+def test_what_a_loop_raises_by_itself_is_its_own_error(error: Exception) -> None:
+    def train(training: Any) -> None:
+        for _ in training.batches():
+            try:
+                raise KeyError("of the data")
+            except KeyError:
+                raise error  # noqa: B904
+
+    loop, _, _ = make_loop(Watched(), train)
+    with broken_off_by(LostPeer()), pytest.raises(type(error)) as raised:  # type: ignore[arg-type]
+        loop.run(WORLD, steps(Watched()))
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("error", [TrainingDiverged("the loss is nan"), SnapshotError("a full disk")])
+def test_an_error_of_ours_says_what_it_is_whatever_it_came_after(error: Exception) -> None:
+    def train(training: Any) -> None:
+        try:
+            lose_peer()
+        except Exception:
+            raise error  # noqa: B904
+
+    loop, _, _ = make_loop(Watched(), train)
+    with broken_off_by(LostPeer()), pytest.raises(type(error)) as raised:  # type: ignore[arg-type]
+        loop.run(WORLD, steps(Watched()))
+    assert raised.value is error
 
 
 def test_a_loss_that_is_no_scalar_is_told_by_its_shape() -> None:
