@@ -101,10 +101,12 @@ class Training:
         """The epochs that are left, from 0; a world that begins within an epoch begins with that epoch.
 
         What the function does after an epoch's last batch is done once, unless a peer is lost in that very code.
-        """
+        Raises: UsageError: an epoch was left without a step."""
+        begun_at = None
         while not self.state.is_finished:
             # What keep() says of this very step comes before the first batch: one snapshot, which knows of it.
             self._between_steps(is_saved_later=self._worker.config.keep_best > 0)
+            begun_at = self._steps.begin_epoch(begun_at)
             yield self.state.epoch
 
     def batches(self) -> Iterator[Any]:
@@ -129,8 +131,7 @@ class Training:
 
     def shares(self) -> Iterator[Share]:
         """This rank's part of each step, for `step`; else as `batches`."""
-        state = self.state
-        epoch = state.epoch
+        state, epoch = self.state, self.state.epoch
         while state.epoch == epoch and not state.is_finished:
             self._between_steps()
             yield self._steps.begin()

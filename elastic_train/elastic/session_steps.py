@@ -119,6 +119,17 @@ class SessionSteps:
                 "commit(), before the next batch is asked for"
             )
 
+    def begin_epoch(self, last_begun_at: int | None) -> int:
+        """The step from which an epoch goes on. Raises: UsageError where the last one was begun at it, too: it was left
+        without a step, and would come again for ever."""
+        state = self._worker.state
+        if last_begun_at == state.step:
+            raise UsageError(
+                f"epoch {state.epoch} was left without a step: call training.batches() anew in each epoch; none can be "
+                "skipped"
+            )
+        return state.step
+
     def begin(self) -> Share:
         """The next step is in hand; returns this rank's share of it."""
         self._watcher.do(Activity.COMPUTE)

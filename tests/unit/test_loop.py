@@ -181,6 +181,48 @@ def test_a_late_stop_may_save_before_a_loop_of_ones_own_asks_for_its_first_batch
     assert not state.lock.acquire(0.0)
 
 
+@pytest.mark.parametrize("kind", ["one loader", "skipped"])
+def test_an_epoch_without_a_step_does_not_come_again_for_ever(kind: str) -> None:
+    """As with a DataLoader that is made once, or where a loop leaves out what it takes for done."""
+    seen: list[int] = []
+
+    def train(training: Any) -> None:
+        loader = training.batches()
+        for epoch in training.epochs():
+            seen.append(epoch)
+            if kind == "skipped" and epoch == 1:
+                continue
+            for _ in loader:
+                training.optimizer.step()
+                training.commit(0.0)
+
+    loop, state, _ = make_loop(Watched(), train)
+    state.last_step = 4
+    with pytest.raises(UsageError, match=r"^epoch 1 was left without a step: call training.batches\(\) anew in each"):
+        loop.run(WORLD, steps(Watched()))
+    assert seen == [0, 1]
+
+
+def test_what_an_epoch_is_left_for() -> None:
+    """A look at the first one, the rest of one that is left half way, and the end."""
+    seen: list[tuple[int, int]] = []
+
+    def train(training: Any) -> None:
+        assert next(training.epochs()) == next(training.epochs()) == 0
+        for epoch in training.epochs():
+            seen.append((epoch, training.state.step))
+            for _ in training.batches():
+                training.optimizer.step()
+                training.commit(0.0)
+                break
+        assert not list(training.epochs())
+
+    loop, state, _ = make_loop(Watched(), train)
+    loop.run(WORLD, steps(Watched()))
+    assert seen == [(0, 0), (0, 1)]
+    assert state.is_finished
+
+
 LOST = "[gloo/transport/tcp/pair.cc:550] Connection closed by peer"
 
 
