@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.snapshot_schedule import SnapshotSchedule
@@ -60,13 +61,15 @@ class Saver:
         self._has_told_slow, self._step_on_the_way = False, -2
         """of the one that is on its way"""
         self._snapshots: SnapshotWriter | None = None
+        self._was_writer, self._unfit = True, set[str]()
+        """whether no other worker was rank 0 before this one was; what of the state could not be saved"""
 
     def enter(self, world: World) -> None:
         """A world stands: from now on its generation is the one that writes."""
-        was_writer = self._world is None or self._world.rank == 0
+        self._was_writer = self._world is None or self._world.rank == 0
         self._world = world
         self._entered_at = self._now()
-        self._schedule.enter(takes_over=world.rank == 0 and not was_writer, step=self._worker.state.step)
+        self._schedule.enter(takes_over=world.rank == 0 and not self._was_writer, step=self._worker.state.step)
 
     def is_last_writer(self, world: World) -> bool:
         """Whether this worker saves for others where all of a world have one state and stay until it is saved: each
@@ -92,7 +95,8 @@ class Saver:
         if self._snapshots is not None:
             self.report()
         elif not state.is_finished:  # the optimizer has its state by now; what cannot be saved is told now
-            self.writer().prepare(state.state_dict())
+            with nullcontext() if self._was_writer else _told_once(self._unfit, self._reporter.warn):
+                self.writer().prepare(state.state_dict())
         self._adapt(state)
         if state.is_finished:
             return False  # it is saved at the end anyway
@@ -134,8 +138,10 @@ class Saver:
         with state.clock.during(Phase.SNAPSHOT):
             if self.owes_best(state):
                 self._make_room_for_best(state)
-            started_at = self._now()
-            if self.writer().save_in_background(state.state_dict(), **self._position(state)):
+            started_at, is_begun = self._now(), True  # where there is none, the next one is tried when it is due
+            with _told_once(self._unfit, self._reporter.warn):
+                is_begun = self.writer().save_in_background(state.state_dict(), **_position(state, self._world))
+            if is_begun:
                 self._schedule.note_start(started_at)
                 self._has_told_slow, self._step_on_the_way = False, state.step
             else:
@@ -175,7 +181,7 @@ class Saver:
         """The same on another thread than the one that trains, which does not wait for it. Nothing else is told of."""
         self._failed_step = state.step
         try:
-            self._report(_save_last(self.writer(), self._reporter.warn, state, self._position(state), fleet))
+            self._report(_save_last(self.writer(), self._reporter.warn, state, _position(state, self._world), fleet))
         except SnapshotError as error:
             self._reporter.warn(str(error))
             return False
@@ -265,18 +271,35 @@ class Saver:
         self.newest = result
         self._written(result, 1 if self._world is None else self._world.num_training_nodes)
 
-    def _position(self, state: TrainState) -> SnapshotPosition:
-        assert self._world is not None
-        return {
-            "step": state.step,
-            "epoch": state.epoch,
-            "samples_done": state.samples_done,
-            "generation": self._world.generation,
-            "world_size": self._world.world_size,
-            "branches": state.branches,
-            "restarts": state.restarts,
-            "metric": state.ratings.at(state.step),
-        }
+
+def _position(state: TrainState, world: World | None) -> SnapshotPosition:
+    assert world is not None, "it stands"
+    return {
+        "step": state.step,
+        "epoch": state.epoch,
+        "samples_done": state.samples_done,
+        "generation": world.generation,
+        "world_size": world.world_size,
+        "branches": state.branches,
+        "restarts": state.restarts,
+        "metric": state.ratings.at(state.step),
+    }
+
+
+@contextmanager
+def _told_once(told: set[str], warn: Callable[[str], None]) -> Iterator[None]:
+    """What the state holds cannot be saved any more (an extra has come to hold an array, say): that costs a warning,
+    where it has been saved before, not one worker after the other.
+
+    Args:
+        told: what was warned of before; it grows.
+    """
+    try:
+        yield
+    except SnapshotError as error:
+        if str(error) not in told:
+            told.add(str(error))
+            warn(f"no snapshot of this state can be made: {error}; training goes on, and nothing newer is saved")
 
 
 def _told_interval(changed: Mapping[str, float]) -> str:

@@ -189,7 +189,8 @@ def is_odd(tensor: torch.Tensor) -> bool:
 
 
 def rebuilt(value: Any, of_tensor: Callable[[torch.Tensor], Any], where: str = "state") -> Any:
-    """A state with every container built anew, of its own kind, and `of_tensor` of every tensor.
+    """A state with every container built anew, of its own kind, and `of_tensor` of every tensor. NumPy's scalars become
+    Python's.
 
     Raises:
         SnapshotError: a leaf is neither a tensor nor a plain value; names it.
@@ -198,6 +199,7 @@ def rebuilt(value: Any, of_tensor: Callable[[torch.Tensor], Any], where: str = "
 
     if isinstance(value, torch.Tensor):
         return of_tensor(value)
+    value = _plain(value)
     kind = type(value)
     if kind in _PLAIN_TYPES or kind in (torch.Size, torch.dtype):
         return value
@@ -206,6 +208,7 @@ def rebuilt(value: Any, of_tensor: Callable[[torch.Tensor], Any], where: str = "
     if kind in (dict, OrderedDict, Counter):  # torch's MultiStepLR counts its milestones
         copied: dict[Any, Any] = kind()
         for key, item in value.items():
+            key = _plain(key)
             if type(key) not in _PLAIN_TYPES:
                 raise _refused(key, f"a key of {where}")
             copied[key] = rebuilt(item, of_tensor, f"{where}[{key!r}]")
@@ -213,6 +216,13 @@ def rebuilt(value: Any, of_tensor: Callable[[torch.Tensor], Any], where: str = "
             vars(copied).update(vars(value))  # Module.state_dict() keeps module versions there, in _metadata
         return copied
     raise _refused(value, where)
+
+
+def _plain(value: Any) -> Any:
+    """A scalar of NumPy's, as its means are, as one of Python's."""
+    import numpy as np
+
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _refused(value: object, where: str) -> SnapshotError:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -236,6 +237,8 @@ def _plain(state: Any) -> Any:
         return {str(key): _plain(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
         return [_plain(value) for value in state]
+    if isinstance(state, np.generic):  # who was given the state has Python's
+        state = state.item()
     return state if isinstance(state, str | int | float | None) else None
 
 

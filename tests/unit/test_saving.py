@@ -10,12 +10,13 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -112,6 +113,48 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def test_what_may_be_a_secret_in_a_url_is_not_written_down(start: Start) -> None:
     worker = start(notices="https://host/gone?token=secret").worker
     assert config_of(worker)["notices"] == "https://host/gone"
+
+
+class Judge:
+    """An extra whose state cannot be saved, from some time on."""
+
+    best: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError("nothing is loaded")
+
+
+def test_an_extra_that_cannot_be_saved_any_more_costs_a_warning(start: Start) -> None:
+    """Not the worker, after which the next rank 0 would meet it as well. Each snapshot that is due is tried again."""
+    training = start(snapshot_every=2)
+    judge = training.state.extras["judge"] = Judge()
+    assert training.steps(3) == [2.0]
+    judge.best = np.zeros(1)
+    assert training.steps(4) == [4.0, 6.0], "in no other step"
+    [warning] = training.events("warning")
+    assert warning["message"].startswith(
+        "no snapshot of this state can be made: state['extras']['judge']['best'] is a "
+    )
+    judge.best = 1.0
+    assert training.steps(1) == [8.0]
+    assert training.written == [2, 8]
+
+
+@pytest.mark.parametrize("takes_over", [False, True])
+def test_what_cannot_be_saved_from_the_first_step_on_is_an_error_at_once(start: Start, takes_over: bool) -> None:
+    training = start()
+    training.state.extras["judge"] = judge = Judge()
+    judge.best = np.zeros(1)
+    if takes_over:  # another one was rank 0, and did not die of it
+        [member] = training.world.members
+        training.saver.enter(World(rank=1, generation=1, members=(member, member)))
+        training.saver.enter(replace(training.world, generation=2))
+    with nullcontext() if takes_over else pytest.raises(SnapshotError, match=r"\['judge'\]\['best'\] is a numpy"):
+        training.steps(2)
+    assert len(training.events("warning")) == takes_over
 
 
 @pytest.mark.parametrize(

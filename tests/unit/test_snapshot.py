@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -129,6 +130,14 @@ def test_a_state_comes_back_equal() -> None:
     assert isinstance(loaded["model"], OrderedDict)
 
 
+def test_a_scalar_of_numpy_is_saved_as_one_of_python() -> None:
+    """A best value is one as soon as it is a mean; that is after the first snapshots were saved."""
+    state = {"best": np.mean([1.0, 2.0]), "seen": {np.int64(3): [np.bool_(True)]}, "name": np.str_("x")}
+    loaded = deserialize_state(serialize_state(state))
+    assert loaded == {"best": 1.5, "seen": {3: [True]}, "name": "x"}
+    assert [type(one) for one in (loaded["best"], *loaded["seen"], *loaded["seen"][3])] == [float, int, bool]
+
+
 def test_a_view_does_not_bring_its_storage_along() -> None:
     assert len(serialize_state({"view": torch.zeros(1_000_000)[:10]})) < 10_000
 
@@ -137,7 +146,9 @@ def test_a_view_does_not_bring_its_storage_along() -> None:
     ("state", "named"),
     [
         ({"model": {"x": [1, threading.Thread()]}}, r"state\['model'\]\['x'\]\[1\] is a threading.Thread"),
-        ({"lr": torch.zeros(1).numpy()[0]}, r"state\['lr'\] is a numpy.float32"),
+        ({"lr": np.zeros(1)}, r"state\['lr'\] is a numpy.ndarray"),
+        ({"at": np.datetime64("2026-01-01")}, r"state\['at'\] is a datetime.date"),
+        ({np.int64(1): np.longdouble(1)}, r"state\[1\] is a numpy.longdouble"),
         ({"d": {("a", 1): 1}}, r"a key of state\['d'\] is a builtins.tuple"),
     ],
 )

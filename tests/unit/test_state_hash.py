@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from elastic_train.training.state_hash import (
     CHUNK_BYTES,
     StateComparison,
     hash_of,
+    hash_of_plain,
     plain_hashes,
     tensors_of,
 )
@@ -40,6 +42,11 @@ def test_no_flipped_bit_is_lost(size: int, bit: int) -> None:
         assert hash_of({"weight": data}) != before
         words[place] ^= 1 << bit if bit < 31 else -(2**31)
     assert hash_of({"weight": data}) == before
+
+
+@pytest.mark.parametrize("value", [np.mean([1.0, 2.0]), np.float32(0.1), np.int64(3), np.bool_(True), np.longdouble(1)])
+def test_who_was_given_a_scalar_of_numpy_has_the_same_hash(value: Any) -> None:
+    assert hash_of_plain({"best": value}) == hash_of_plain({"best": value.item()})
 
 
 def test_two_signs_that_change_and_two_places_that_change() -> None:
