@@ -173,8 +173,7 @@ def _build_worker(
         global_batch_size=config.global_batch_size,
         epochs=config.epochs,
         max_steps=config.max_steps,
-        # By default a share is one batch, however many ranks are left.
-        micro_batch_size=config.micro_batch_size or config.global_batch_size,
+        micro_batch_size=config.micro_batch_size,
         extras=_with_average(extras or {}, model, config.ema_decay),
     )
     launch = Launch.from_environment(os.environ, config.store_endpoint)

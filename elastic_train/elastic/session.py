@@ -22,7 +22,8 @@ from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import WorldEnd
 from elastic_train.errors import UsageError
 from elastic_train.training.collectives import LateNumbers
-from elastic_train.training.reduction import Share, StepTotals
+from elastic_train.training.reduction import Share
+from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
 from elastic_train.training.step import Votes
 from elastic_train.wording import kind_of
@@ -125,7 +126,8 @@ class Training:
             UsageError: the step before was not committed; or a flag says how `step` should compute it.
         """
         require_no_step_flags(self._worker.config)
-        for ((micro_batch, batch),) in self.shares():  # one each: shares are not cut where the step is the user's
+        self.state.micro_batch_size = self.state.global_batch_size  # shares are not cut where the step is the user's
+        for micro_batch, batch in map(whole_share, self.shares()):
             self._steps.leave_to_function(micro_batch)
             yield self._stand_in() if batch is None else batch
 
@@ -197,8 +199,10 @@ class Training:
             What ended the world: a peer was lost in the reduction of a step that a GradScaler has skipped.
         """
         step, sums = self._steps.required(), self._sums
-        if step.result is not None:
-            self._commit_whole(step.result)
+        if step.result is not None:  # it has brought loss and votes along
+            self._steps.commit(step.result.loss)
+            self._end.follow(Votes(*step.result.votes))
+            self._end_if_decided()
             return
         self._parallel.require_made()
         has_stepped = self._steps.begin_commit()
@@ -218,12 +222,6 @@ class Training:
         self._steps.commit(totals.mean_loss if is_known else own_loss)
         if is_known:
             sums.follow(totals)
-        self._end_if_decided()
-
-    def _commit_whole(self, totals: StepTotals) -> None:
-        """Of a step that has brought loss and votes along."""
-        self._steps.commit(totals.loss)
-        self._end.follow(Votes(*totals.votes))
         self._end_if_decided()
 
     def _end_if_decided(self) -> None:
@@ -286,6 +284,16 @@ class Training:
 def late_number(loss: torch.Tensor | float) -> LateNumbers | None:
     """Of a GPU, which has nothing to do while it is waited for; None where there is no need to wait."""
     return LateNumbers(loss) if isinstance(loss, torch.Tensor) and loss.is_cuda else None
+
+
+def whole_share(share: Share) -> tuple[MicroBatch, Any]:
+    """Its one micro-batch. Raises: UsageError where it was cut: the world has begun with steps by the flags."""
+    if len(share) > 1:
+        raise UsageError(
+            "training.batches() came after training.shares(), by which this world's batches are cut to the micro-batch "
+            "size: take one of the two"
+        )
+    return share[0]
 
 
 def scalar_of(value: torch.Tensor | float, method: str, wanted: str) -> torch.Tensor | float:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from elastic_train.config import Config
 from elastic_train.elastic.loop import bundled
@@ -21,6 +21,7 @@ from elastic_train.elastic.world_end import votes_of
 from elastic_train.errors import FormationFailed, SnapshotError, TrainingDiverged, UsageError
 from elastic_train.protocol.heartbeat import FIRST_SECONDS, LEAST_SECONDS, Pace
 from elastic_train.rules import Activity
+from elastic_train.training import batches
 from elastic_train.training.collectives import broken_off_by, wait
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.sampler import MicroBatch
@@ -221,6 +222,44 @@ def test_what_an_epoch_is_left_for() -> None:
     loop.run(WORLD, steps(Watched()))
     assert seen == [(0, 0), (0, 1)]
     assert state.is_finished
+
+
+@pytest.mark.parametrize(
+    ("ways", "sizes"),
+    [(("shares",) * 2, [[2, 1]] * 2), (("batches",) * 2, [[3]] * 2), (("batches", "shares"), [[3]] * 2)],
+)
+def test_a_share_is_cut_only_where_the_step_is_none_of_the_users(ways: tuple[str, ...], sizes: list[list[int]]) -> None:
+    """Cut by what a rank had in the run's first world, of two."""
+    assert sizes_of(ways) == sizes
+
+
+def test_a_world_that_has_begun_with_cut_shares_has_no_whole_batches() -> None:
+    with pytest.raises(UsageError, match=r"batches\(\) came after training.shares\(\), by which"):
+        sizes_of(("shares", "batches"))
+
+
+def sizes_of(ways: tuple[str, ...]) -> list[list[int]]:
+    """Of the parts of each step of three samples, a step to an epoch."""
+    data = TensorDataset(torch.ones(3, 1))
+    seen: list[list[int]] = []
+
+    def train(training: Any) -> None:
+        for epoch in training.epochs():
+            if ways[epoch] == "batches":
+                for (inputs,) in training.batches():
+                    seen.append([len(inputs)])
+                    training.optimizer.step()
+                    training.commit(0.0)
+                continue
+            for share in training.shares():
+                seen.append([len(inputs) for _, (inputs,) in share])
+                training.commit(training.step(share, lambda module, batch: module(batch[0]).mean()))
+
+    loop, state, _ = make_loop(Watched(), train)
+    state.length, state.global_batch_size, state.micro_batch_size = 3, 3, 2
+    config = Config(global_batch_size=3)
+    loop.run(WORLD, batches.steps(data, default_collate, state, WORLD, config, torch.device("cpu")))
+    return seen
 
 
 LOST = "[gloo/transport/tcp/pair.cc:550] Connection closed by peer"

@@ -86,6 +86,25 @@ def test_what_the_function_raises_is_raised_by_run(tmp_path: Path, monkeypatch: 
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("given", [None, 5])
+def test_the_micro_batch_size_that_is_not_given_is_that_of_the_first_world(
+    given: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the bundled trainer: the shares that grow after a loss are cut to what has fitted before."""
+    seen: list[int | None] = []
+
+    def note(worker: Any, _program: Any) -> int:
+        seen.append(worker.state.micro_batch_size)
+        return 7
+
+    monkeypatch.setattr(own_loop, "run_worker", note)
+    config = Config(run_dir=tmp_path, micro_batch_size=given)
+    with pytest.raises(SystemExit):
+        own_loop.run(train, MODEL, OPTIMIZER, TensorDataset(torch.ones(4, 1)), config)
+    assert seen == [given]
+
+
 @pytest.mark.parametrize("given", ["0.3", b"0.3", None, [1.0], torch.ones(3)])
 def test_what_is_no_scalar(given: Any) -> None:
     with pytest.raises(UsageError, match=r"commit\(\) was given .*: give the mean loss, a scalar"):
