@@ -45,6 +45,7 @@ def process_group(
 
     Raises:
         FormationFailed: not all members connected in time.
+        RuntimeError: `device` has failed, or has no room left.
     """
     # torch's default arguments `group=group.WORLD`, bound when a first DDP imports torch.distributed.nn.functional,
     # would keep the first group's sockets open for ever; imported before it exists, they bind None.
@@ -53,6 +54,8 @@ def process_group(
     has_nccl = "nccl" in backend
     if has_nccl:
         _set_nccl_variables()
+        if device is not None:
+            _require_room(device)
     excepthook = sys.excepthook  # init_process_group wraps it each time and never puts it back
     try:
         if formed is None:
@@ -98,16 +101,37 @@ class PresentGroup:
         if group is not None:
             group.__exit__(*((None, None, None) if error is None else (type(error), error, error.__traceback__)))
 
-    def break_off(self, error: Exception) -> Exception:
-        """The same; returns what is to be judged: `error`, or that of the group's end."""
+    def break_off(self, error: Exception, device: torch.device) -> Exception:
+        """The same; returns what is to be judged: `error`, unless it is one of communication. Then what is wrong with
+        this worker's `device`, whose faults NCCL tells as its own; else that of the group's end."""
         traceback = error.__traceback__
         try:
             self.close(error)
         except Exception as later:
             # It has the frames of the group's end by now, which refer to the error: a cycle (Python 3.12).
             error.__traceback__ = traceback
-            return later
-        return error
+            if is_communication_error(error):
+                return _fault_of(device) or later
+        return (_fault_of(device) if is_communication_error(error) else None) or error
+
+
+def _fault_of(device: torch.device) -> Exception | None:
+    """What a GPU has failed with, if it has. Waits for nothing it was given: that may never end."""
+    if device.type != "cuda":
+        return None
+    try:
+        torch.cuda.current_stream(device).query()
+    except RuntimeError as fault:
+        return fault
+    return None
+
+
+def _require_room(device: torch.device) -> None:
+    """Give back what torch keeps of the GPU's memory and does not use: NCCL takes its own part past torch, and may find
+    none else. Raises: RuntimeError where the GPU has failed, or is full: this worker's own fault, and not, as it would
+    look later, a world that has not formed."""
+    torch.cuda.empty_cache()
+    torch.zeros(1, device=device)
 
 
 def _set_nccl_variables() -> None:
@@ -127,6 +151,9 @@ def _set_nccl_variables() -> None:
     os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "0"
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
     os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
+    # An error of CUDA's is raised in the thread that trains as well, and told to the others from there. The watchdog
+    # would end this process before (pytorch/pytorch#126544).
+    os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
 
 
 def _make_group(

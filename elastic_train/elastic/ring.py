@@ -267,7 +267,7 @@ class Stages:
         self._membership.watcher.announce_broken()  # before anything else that may take its time
         broken_at, world, resume = self._clock(), self._present, self._parts.resume
         self._formed = self._resumed = None
-        error = self.group.break_off(error)
+        error = self.group.break_off(error, self._worker.device)
         step = self._worker.state.step + (not self._parts.trainer.was_applied)  # the one in hand
         verdict = judge(error, step, world, self._membership)
         if verdict is not Failure.PEER:

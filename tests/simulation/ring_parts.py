@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from elastic_train.branches import Branches, id_of
 from elastic_train.elastic.membership import Change
 from elastic_train.elastic.resume import Resumed
@@ -78,6 +80,7 @@ def make_ring(worker: Worker) -> Ring:
     process = worker.process
     real_worker: Any = SimpleNamespace(
         state=worker.state,
+        device=torch.device("cpu"),
         config=SimpleNamespace(wait_timeout=1e9),
         stop=worker.stop,
         reporter=SimpleNamespace(debug=lambda _text: None, log=lambda _text: None),

@@ -864,6 +864,7 @@ def test_nccl_gets_this_workers_device_and_is_destroyed_when_its_abort_has_ended
             assert synchronized == [device]
             for name in ("WAIT_TIMEOUT_DUMP_MILSEC", "DUMP_ON_TIMEOUT", "ENABLE_MONITORING"):
                 assert os.environ[f"TORCH_NCCL_{name}"] == "0", "its watchdog would hold the group's end up"
+            assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0", "it would end the process, without a word"
             raise RuntimeError("NCCL communicator was aborted")
 
     with pytest.raises(RuntimeError, match="was aborted"):
@@ -892,6 +893,28 @@ def test_an_end_of_nccl_that_a_lost_peer_spoils_is_an_abort(monkeypatch: pytest.
     with process_group(world, HashStore, "cpu:gloo,cuda:nccl", GroupSockets(), device=torch.device("cuda", 0)):
         pass
     assert ends == [False, True]
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_gpu_of_no_use_is_no_world_that_has_not_formed(
+    monkeypatch: pytest.MonkeyPatch, kind: type[RuntimeError]
+) -> None:
+    """By fakes. Of such a world nobody is blamed: all would try again together, until the job ends."""
+    emptied: list[bool] = []
+
+    def zeros(_size: int, device: torch.device) -> None:
+        assert device == torch.device("cuda", 0)
+        assert emptied, "what torch keeps would be NCCL's to take"
+        raise kind("CUDA error: out of memory")
+
+    monkeypatch.setattr(dist, "init_process_group", lambda _backend, **_options: pytest.fail("the others wait in it"))
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    world = World(0, 0, tuple(make_member(rank) for rank in range(2)))
+    form = process_group(world, HashStore, "cpu:gloo,cuda:nccl", GroupSockets(), device=torch.device("cuda", 0))
+    with pytest.raises(kind, match="out of memory") as raised, form:
+        pytest.fail("a world without NCCL")
+    assert not is_communication_error(raised.value)
 
 
 @pytest.mark.parametrize("seconds", [None, "7"])

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from elastic_train.elastic.exits import Exits
 from elastic_train.elastic.membership import Change
@@ -53,6 +55,7 @@ class Fake:
         self.is_open = False
         self.held: weakref.ref[Thing] | None = None
         self.error_of_end: Exception | None = None
+        self.device = torch.device("cpu")
         self.environments: list[str] = []
         """worlds that the environment was set for"""
         self.paid_nodes: list[int] = []
@@ -136,6 +139,7 @@ class Fake:
         )
         worker: Any = SimpleNamespace(
             state=self.state,
+            device=self.device,
             config=SimpleNamespace(wait_timeout=10.0),
             stop=SimpleNamespace(check=noting("check")),
             reporter=SimpleNamespace(debug=lambda text: self.calls.append(text.split(" (")[0]), log=noting("log")),
@@ -276,6 +280,53 @@ def test_an_error_of_the_code_that_is_trained_ends_this_worker(verdict: Failure)
         fake.ring().run()
     assert fake.told["fail"] == [{"error": error, "verdict": verdict, "has_state": True}]
     assert not fake.is_open
+
+
+@pytest.mark.parametrize("fails_in", ["group", "train"])
+def test_a_fault_of_the_own_gpu_is_no_lost_peer_whatever_nccl_calls_it(
+    fails_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By fakes. Taken for a survivor it would be in the next world again, which would not form either."""
+    fault = RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    told = dist.DistBackendError("NCCL error: unhandled cuda error")
+
+    def query() -> bool:
+        raise fault
+
+    fake = Fake(**{fails_in: [told]})
+    fake.device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(query=query))
+    with pytest.raises(RuntimeError, match="uncorrectable"):
+        fake.ring().run()
+    assert [one["verdict"] for one in fake.told["fail"]] == [Failure.OWN]
+    assert fake.told["fail"][0]["error"] is fault
+    assert "tell that it leaves" in fake.calls
+    assert "agree" not in fake.calls
+
+
+def test_a_gpu_that_still_works_on_something_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake(train=[LOST])
+    fake.device = torch.device("cuda", 1)
+    asked: list[torch.device] = []
+
+    def current_stream(device: torch.device) -> Any:
+        asked.append(device)
+        return SimpleNamespace(query=lambda: False)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    assert fake.ring().run() == 0
+    assert asked == [fake.device]
+    assert "lost" in fake.calls
+
+
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
+def test_what_the_group_s_end_raises_hides_no_error_of_the_code_that_is_trained(kind: type[Exception]) -> None:
+    error = kind("CUDA error: uncorrectable ECC error encountered")
+    fake = Fake(train=[error])
+    fake.error_of_end = dist.DistBackendError("NCCL error: unhandled cuda error")
+    with pytest.raises(kind, match="uncorrectable"):
+        fake.ring().run()
+    assert fake.told["fail"] == [{"error": error, "verdict": Failure.OWN, "has_state": True}]
 
 
 @pytest.mark.parametrize(("outcome", "is_planned"), [(Outcome.SOME_JOIN, True), (Outcome.SOME_LEAVE, False)])
