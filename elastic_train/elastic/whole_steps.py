@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -313,4 +313,5 @@ def _make_reduction(worker: Worker, membership: Membership, world: World) -> Red
         static_graph=config.static_graph,
         num_votes=len(NO_VOTES),
         do=do,
+        own_limit=partial(membership.watcher.pace.limit, Activity.COMPUTE),
     )

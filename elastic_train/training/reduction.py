@@ -101,6 +101,7 @@ class FastReduction:
     Args:
         num_votes: as many as `run` is given.
         do: told in every step when this rank may begin to wait for others, and when it computes again.
+        own_limit: seconds that work of this rank's own may take, which a GPU has beside its waits.
         options: DDP's own, such as `find_unused_parameters`.
 
     Raises:
@@ -113,7 +114,8 @@ class FastReduction:
         world: World,
         device: torch.device,
         num_votes: int,
-        do: Callable[[Activity], None] = lambda _activity: None,
+        do: Callable[..., None] = lambda *_: None,
+        own_limit: Callable[[], float | None] = lambda: None,
         **options: Any,
     ) -> None:
         self._world_size = world.world_size
@@ -125,7 +127,7 @@ class FastReduction:
         self._options = options
         self._sums = _Sums()
         self._divisor = 1
-        self._do = do
+        self._do, self._own_limit = do, own_limit
         self._waits_in_forward = self._waits_in_backward = False
         self._shared: nn.Module | None = None
         """whose buffers are rank 0's"""
@@ -172,21 +174,21 @@ class FastReduction:
         self._sums.begin()
         totals = self._make_totals(votes)
         if self._shared is not None:
-            self._do(Activity.REDUCE)
+            self._enter_waits()
             share_buffers(self._shared)
             if not self._waits_in_backward:  # else it waits where the device does
                 self._do(Activity.COMPUTE)
         for micro_batch, batch in micro_batches:
             with self._synchronise_at(micro_batch):
                 if self._waits_in_forward:
-                    self._do(Activity.REDUCE)
+                    self._enter_waits()
                 mean = loss(self._module, micro_batch, batch)
                 weight = len(micro_batch.indices) * self._divisor / micro_batch.step_samples
                 if batch is not None:
                     totals[0].add_(mean.detach(), alpha=weight)
                 scaled = scale(mean if weight == 1.0 else mean * weight)
                 if self._waits_in_backward and micro_batch.is_last:
-                    self._do(Activity.REDUCE)
+                    self._enter_waits()
                 with zero_gradients(self._module) if batch is None else nullcontext():
                     if self._world_size > 1 and micro_batch.is_last and self._rides_along:
                         self._totals.grad = None
@@ -196,6 +198,8 @@ class FastReduction:
         self._require_begun(micro_batches[-1][0].step)
         while self._sums.works:
             wait(*self._sums.works.pop(0))
+        if self._waits_in_backward:
+            self._do(Activity.REDUCE)  # nothing of its own is left
         if self._world_size > 1 and self._rides_along:
             assert self._totals.grad is not None, "the last micro-batch has set it"
             totals = self._totals.grad
@@ -205,6 +209,10 @@ class FastReduction:
         # The only place where a step waits for the device. Where DDP divides, votes are not quite integers.
         mean_loss, *all_votes = numbers(totals)
         return StepTotals(mean_loss, tuple(round(vote) for vote in all_votes))
+
+    def _enter_waits(self) -> None:
+        """On a GPU until the step's end: in which call the host waits, nobody knows, and some of it is its own work."""
+        self._do(Activity.REDUCE, self._own_limit() if self._waits_in_backward else None)
 
     def _make_totals(self, votes: Sequence[int]) -> torch.Tensor:
         """(loss, votes...) of this rank times what DDP divides by, on its device, before its first micro-batch."""

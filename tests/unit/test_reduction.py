@@ -23,6 +23,7 @@ from torch.multiprocessing.spawn import spawn
 
 from elastic_train.elastic.own_parallel import OwnParallel, require_summed
 from elastic_train.errors import UsageError
+from elastic_train.rules import Activity
 from elastic_train.tools.bench.reduction_speed import local_world
 from elastic_train.training import evaluation
 from elastic_train.training.group_sockets import GroupSockets
@@ -466,6 +467,54 @@ def test_who_freezes_or_thaws_has_to_make_ddp_again(worked: Path) -> None:
 def test_torch_warns_of_no_option_that_ddp_gets(worked: Path) -> None:
     for rank in range(WORLD_SIZE):
         assert [text for text in torch.load(worked / f"warnings-{rank}") if "deprecated" in text] == []
+
+
+@pytest.mark.parametrize(
+    ("device", "layers", "expected"),
+    [
+        ("cpu", [], ["forward"]),
+        ("cuda", [], ["forward", "reduce 300", "reduce None"]),
+        ("cuda", [nn.SyncBatchNorm(6)], ["reduce 300", "forward", "reduce 300", "reduce None"]),
+        ("cuda", [Counting()], ["reduce 300", "forward", "reduce 300", "reduce None"]),
+        ("cpu", [Counting()], ["reduce None", "compute None", "forward"]),
+    ],
+)
+def test_a_pause_in_a_step_on_a_gpu_is_no_collective_that_does_not_end(
+    monkeypatch: pytest.MonkeyPatch, device: str, layers: list[nn.Module], expected: list[str]
+) -> None:
+    """By fakes, as tests/unit/test_process_group.py for a loop of one's own. Work of this rank's own is between its
+    waits there; at the end nothing of that is left, and the limit is that of a collective."""
+    done: list[str] = []
+
+    class Ddp(nn.Module):
+        def __init__(self, carrier: nn.Module, **_options: Any) -> None:
+            super().__init__()
+            self.module = carrier
+
+        def register_comm_hook(self, *_hook: Any) -> None: ...
+
+    def share_buffers(_model: nn.Module) -> None: ...
+
+    module = "elastic_train.training.reduction"
+    monkeypatch.setattr(f"{module}.DistributedDataParallel", Ddp)
+    monkeypatch.setattr(f"{module}.share_buffers", share_buffers)
+    monkeypatch.setattr(f"{module}.numbers", lambda totals: totals.tolist())
+    monkeypatch.setattr(FastReduction, "_require_begun", lambda _self, _step: None)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, **_device: zeros(*size))
+    layer = nn.Linear(6, 1)
+
+    def loss(_module: nn.Module, _micro_batch: MicroBatch, batch: Any) -> Tensor:
+        done.append("forward")
+        return layer(batch[0]).mean()  # type: ignore[no-any-return]
+
+    def do(activity: Activity, limit: float | None = None) -> None:
+        done.append(f"{activity} {limit}")
+
+    model = nn.Sequential(layer, *layers)
+    fast = FastReduction(model, local_world(0, 2), torch.device(device), num_votes=2, do=do, own_limit=lambda: 300)
+    fast.run(make_share(TOGETHER["even"], 0, 0), loss, lambda one: one, (0, 0))
+    assert done == expected
 
 
 def test_parts_on_devices_of_several_kinds_are_refused_in_one_line() -> None:
