@@ -54,6 +54,8 @@ class Member:
     """what the workers of one agent have in common, and no others; "" where host and agent say it"""
     newest: tuple[int, int] | None = None
     """(generation, step) of the furthest snapshot that it can see"""
+    forms_ahead: bool = False
+    """whether it can form a process group beside the present one"""
 
     @property
     def name(self) -> str:

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from elastic_train.elastic.background import BackgroundThreads
 from elastic_train.elastic.barriers import Surroundings, Waits
-from elastic_train.elastic.formed_group import FormedGroup, can_form, form, form_timeout
+from elastic_train.elastic.formed_group import FormedGroup, form, form_timeout
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.stuck import StuckThread
 from elastic_train.errors import FormationFailed, StoreUnreachable, first_line
@@ -147,7 +147,7 @@ def connect_worker(applicant: Applicant) -> Membership:
         too_late=too_late,
         sockets=own.sockets,
         group_store=own.server.group_store,
-        form=(lambda world: form_ahead(world, own)) if can_form() else None,
+        form=lambda world: form_ahead(world, own),
         other_sides=other_sides,
         surroundings=own.around,
     )

@@ -15,6 +15,7 @@ import torch
 
 from elastic_train.branches import BRANCH, Branch, id_of
 from elastic_train.elastic.connect import Return
+from elastic_train.elastic.formed_group import can_form
 from elastic_train.elastic.handover import Check
 from elastic_train.elastic.ledger_repair import write_lines_again
 from elastic_train.elastic.loading import other_rates, peak_rates
@@ -102,6 +103,7 @@ class EarlierRun:
                 gpu=gpu_of(worker.device),
                 node_id=launch.node_id,
                 newest=newest,
+                forms_ahead=can_form(),
             ),
             lambda theirs: require_line(self._offers if self._back is None else (), theirs),
         )

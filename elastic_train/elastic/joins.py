@@ -185,7 +185,7 @@ class Joins:
         self._has_said_now = False
         """whether the present world ends for newcomers for whom nothing is prepared"""
         self._absent: tuple[Member, ...] = ()
-        """newcomers that did not answer when they were invited"""
+        """newcomers that did not answer when they were invited: left out of the next plan where others are ready"""
         self.admissible: Callable[[World, list[tuple[Member, ...]]], list[tuple[Member, ...]]] = lambda _world, nodes: (
             nodes
         )
@@ -199,6 +199,7 @@ class Joins:
         """This worker is a member of `world` from now on."""
         self.why_closed = "" if self.is_tried_first(world) else None
         self._plan, self._num_failed_plans, self._admits, self._has_said_now, self._world = None, 0, (), False, world
+        self._absent = ()
         self.keep_preparation(world)
 
     # --- in a step ----------------------------------------------------------------------------------------------------
@@ -219,8 +220,10 @@ class Joins:
             return NOW if self._is_to_end else 0
         is_stale = self._world is None or plan.parent != self._world.uid  # that world has ended otherwise
         if preparation is None or is_stale or (preparation.failure is not None and not preparation.is_decided):
+            absent = () if preparation is None else preparation.absent
+            self._job.drop(absent)  # until they come again
+            self._absent = (*absent, *(one for one in self._absent if one not in plan.decision.new))
             self._num_failed_plans += preparation is not None and not preparation.absent
-            self._absent = () if preparation is None else preparation.absent
             self._plan = None
             self.keep_preparation(None)
             return 0
@@ -236,11 +239,9 @@ class Joins:
                 self._preparation.may_form = True
         elif vote == 0:
             self.keep_preparation(None)
-        elif vote == SOON and self._preparation is None and self._form is not None:
-            preparation = self._begin_preparation()
-            self._around.start(
-                "ahead", lambda: preparation.run(lambda: preparation.follow(world, self._max_world_size))
-            )
+        elif vote == SOON and self._preparation is None:
+            preparation, most = self._begin_preparation(), self._max_world_size
+            self._around.start("ahead", lambda: preparation.run(lambda: preparation.follow(world, most)))
 
     # --- the choice ---------------------------------------------------------------------------------------------------
 
@@ -263,8 +264,6 @@ class Joins:
         """Choose whom the next world admits, when somebody is ready. Rank 0's watcher calls it."""
         if self._plan is not None:
             return
-        self._job.drop(self._absent)  # until they come again
-        self._absent = ()
         inside = {member.node for member in world.members}
         ready_now = ready_nodes(self._job.queue(), world.members)
         nodes = self.admissible(world, fitting_nodes(ready_now, self._facts.get("agreement")))
@@ -272,6 +271,7 @@ class Joins:
             for node in nodes if why else ():
                 self.news.tell_once(node, why)
             nodes = []
+        nodes = [node for node in nodes if without_nodes_of(self._absent, node)] or nodes
         back = [node for node in nodes if node[0].node in inside]  # to others of their nodes, which take no more room
         new = [node for node in nodes if node[0].node not in inside]
         room = self._room(world, len(new))
@@ -305,12 +305,13 @@ class Joins:
 
     def _can_prepare(self, world: World, newcomers: tuple[Member, ...]) -> bool:
         """Whether the next world's group can be formed beside the present one: gloo's can, and spares take no part."""
-        if self._form is None or self._has_said_now or self._admits or self._num_failed_plans >= MOST_FAILED_PLANS:
+        if self._has_said_now or self._admits or self._num_failed_plans >= MOST_FAILED_PLANS:
             return False
         workers = (*world.members, *newcomers)
         has_spares = world.num_spares > 0 or (self._max_world_size is not None and len(workers) > self._max_world_size)
         # Below --min-nodes nobody trains, and there is no step to vote in.
-        return not has_spares and world.num_nodes >= world.min_nodes and common_backend(workers) == "gloo"
+        is_ready = world.num_nodes >= world.min_nodes and all(worker.forms_ahead for worker in workers)
+        return is_ready and not has_spares and common_backend(workers) == "gloo"
 
     def _prepare(self, world: World, newcomers: tuple[Member, ...]) -> None:
         """Plan the next world, and begin with it as rank 0. The plan is written down beside it, where the others
@@ -336,7 +337,7 @@ class Joins:
         """As a newcomer: take part in what rank 0 plans, beside the waiting for it. Raises: what ended the thread that
         did, if that was a bug."""
         text = self._job.told("plan")
-        if not text or self._form is None:
+        if not text:
             return
         plan = Plan.from_json(text)
         planned, before = plan.world_for(self._uid, None), self._preparation

@@ -292,6 +292,12 @@ def two_plans_for_one_newcomer() -> Plan:
     return replace(made, num_endpoints=2, directories=(0, 0, 0, 0, 0, 0, 1), topology=sparse)
 
 
+def two_newcomers(*faults: Fault, grace: float | None) -> Plan:
+    """Two have trained without them for half a minute when all must be in one world."""
+    made = plan(4, *faults, recovers_at=30.0, founders=2, min_nodes=1)
+    return replace(made, grace=grace)
+
+
 def spare_that_comes_late() -> Plan:
     """The fourth of four is frozen as it waits to be admitted, and wakes as a spare of a world that is over; the two
     that it pings train in the next one."""

@@ -12,6 +12,8 @@ from tests.simulation.faults import RING
 from tests.simulation.plan import Plan
 from tests.simulation.simulator import Simulation
 
+FORMS = pytest.mark.parametrize("grace", [None, 3.0], ids=["peers", "central"])
+
 
 def run(plan: Plan) -> Simulation:
     simulation = Simulation(plan)
@@ -253,6 +255,26 @@ def test_nobody_is_invited_to_follow_a_world_that_is_over() -> None:
     run(directed.two_plans_for_one_newcomer())
 
 
+@FORMS
+def test_a_newcomer_that_cannot_form_ahead_joins_with_the_others(grace: float | None) -> None:
+    simulation = Simulation(replace(directed.two_newcomers(grace=grace), recovers_at=3.0))
+    cannot = simulation.workers[2]
+    cannot.member = replace(cannot.member, forms_ahead=False)
+    simulation.run()
+    assert not simulation.failures, simulation.describe()
+    assert [len(told.members) for told in simulation.worlds.values()] == [2, 4]
+
+
+@FORMS
+def test_a_newcomer_that_stands_still_keeps_no_other_out(grace: float | None) -> None:
+    """Its watcher keeps its place in the queue."""
+    simulation = Simulation(directed.two_newcomers((0.3, "stick", 2), (12.0, "unstick", 2), grace=grace))
+    simulation.run()
+    assert not simulation.failures, simulation.describe()
+    entered = [note for note in simulation.notes if note[9:].startswith(f"{simulation.workers[3]} enters")]
+    assert float(entered[0][:8]) < 5.0
+
+
 def test_a_spare_does_not_stand_by_in_a_world_that_is_over() -> None:
     run(directed.spare_that_comes_late())
 
@@ -293,7 +315,6 @@ def test_a_spare_does_not_wait_in_a_world_that_all_have_left(topology: Topology)
 
 DIED_AT = 9.0
 """the third time, some milliseconds before the others know"""
-FORMS = pytest.mark.parametrize("grace", [None, 3.0], ids=["peers", "central"])
 
 
 def seconds_in_queue(simulation: Simulation) -> float:

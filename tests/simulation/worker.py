@@ -58,6 +58,7 @@ class Worker:
             min_nodes=plan.trains_with,
             uid=self.uid,
             node_id=host,
+            forms_ahead=True,
         )
         self.state = State(plan.max_steps, lambda: machines.kernel.now)
         self.num_commits = 0
@@ -172,6 +173,7 @@ class Worker:
 
     def _form_ahead(self, world: World) -> Group:
         """Raises: FormationFailed."""
+        assert self.member.forms_ahead, "it is in no plan"
         group = Group(self.process, world, is_ahead=True)
         self.formed.append(group)
         group.form(AHEAD_SECONDS)
