@@ -25,6 +25,7 @@ from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import FruitlessWorlds, judge, wait_for_nodes
 from elastic_train.elastic.world_report import Interruption, WorldReport, losses_of
 from elastic_train.errors import StatesDiffer, Stopped, first_line
+from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity, Failure
 from elastic_train.runlog.goodput import Phase
 from elastic_train.training.reduction import Share
@@ -232,6 +233,7 @@ class Stages:
         try:
             ended = parts.trainer.run(world, parts.batches(world, resumed.first_ranks), resumed.begin)
         except StatesDiffer as differ:
+            membership.watcher.do(Activity.FORM, FIRST_SECONDS)  # the reduction is over; a snapshot takes its time
             if not differ.has_majority:
                 parts.saver.wait()  # else it is visible in the midst of a restore, and deletes what is read there
             parts.resume.drop_wrong_states(world, differ, self._clock() - parts.trainer.step_started)

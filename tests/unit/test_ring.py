@@ -22,7 +22,8 @@ from elastic_train.elastic.ring import Ring, RingParts
 from elastic_train.elastic.whole_steps import ALONE
 from elastic_train.elastic.world_end import MAX_FRUITLESS_WORLDS
 from elastic_train.errors import FormationFailed, StatesDiffer, Stopped, StoreUnreachable
-from elastic_train.rules import Failure
+from elastic_train.protocol.heartbeat import FIRST_SECONDS
+from elastic_train.rules import Activity, Failure
 from elastic_train.training.state_lock import StateLock
 from elastic_train.training.step import NO_VOTES, Outcome, Votes
 from elastic_train.world import World
@@ -61,6 +62,8 @@ class Fake:
         self.paid_nodes: list[int] = []
         self.could_save: list[str] = []
         """calls during which another thread than this one could have saved the state"""
+        self.doing: tuple[Activity | None, float | None] = (None, None)
+        """what the others are told, with its limit in seconds"""
         self.state = SimpleNamespace(
             step=0,
             is_finished=False,
@@ -99,6 +102,9 @@ class Fake:
             if self.error_of_end is not None:
                 raise self.error_of_end
 
+    def do(self, activity: Activity, limit: float | None = None) -> None:
+        self.doing = activity, limit
+
     def next_world(self, world: World, **flags: Any) -> tuple[World, Change]:
         assert not self.is_open, "its sockets are closed before the others are asked"
         assert self.held is None or self.held() is None, "what belonged to the world is gone"
@@ -120,7 +126,7 @@ class Fake:
             return lambda *_values, **told: self.answer(name, default, **told)
 
         watcher = SimpleNamespace(
-            expect=noting("expect"), enter=noting("enter"), do=lambda _activity: None, announce_broken=noting("broken")
+            expect=noting("expect"), enter=noting("enter"), do=self.do, announce_broken=noting("broken")
         )
         membership: Any = SimpleNamespace(
             watcher=watcher,
@@ -156,7 +162,7 @@ class Fake:
             finish_claim=lambda: None,
             hold_bucket=noting("hold bucket"),
             enter=lambda _world: None,
-            wait=noting("wait for the one in flight"),
+            wait=lambda: self.answer("wait for the one in flight", doing=self.doing),
             begins=noting("begins"),
             stands=noting("stands"),
             stands_by=noting("stands by"),
@@ -345,6 +351,8 @@ def test_before_a_snapshot_is_restored_the_one_in_flight_is_there(wrong: list[in
     fake.ring().run()
     calls = [call for call in fake.calls if call in ("wait for the one in flight", "drop wrong states")]
     assert calls == (["wait for the one in flight"] if waits else []) + ["drop wrong states"]
+    told = fake.told.get("wait for the one in flight", [])
+    assert told == ([{"doing": (Activity.FORM, FIRST_SECONDS)}] if waits else []), "the others are not to give it up"
 
 
 def test_who_was_told_to_stop_leaves_alone() -> None:
