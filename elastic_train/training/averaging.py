@@ -35,7 +35,8 @@ class AveragedWeights:
         floats = [
             place for place, average in enumerate(ours) if average.is_floating_point() and place not in self._wide
         ]
-        torch._foreach_lerp_([ours[i] for i in floats], [theirs[i] for i in floats], 1.0 - self._decay)
+        if floats:
+            torch._foreach_lerp_([ours[i] for i in floats], [theirs[i] for i in floats], 1.0 - self._decay)
         for place, wide in self._wide.items():  # one by one: there is a copy of each, and not of all
             ours[place].copy_(wide.lerp_(theirs[place].float(), 1.0 - self._decay))
         layers = dict(self.model.named_modules())

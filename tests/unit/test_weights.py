@@ -194,6 +194,13 @@ def test_the_average_of_narrow_weights_is_restored_bit_by_bit() -> None:
     assert other.state_dict()["head.weight"].dtype == torch.float32
 
 
+def test_a_model_may_be_narrow_throughout() -> None:
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    averaged = AveragedWeights(model, decay=0.999)
+    averaged.update(model)
+    assert equal(averaged.model.state_dict(), model.state_dict())
+
+
 def test_the_average_of_what_is_frozen_takes_no_more_memory() -> None:
     model = Narrow(torch.bfloat16).requires_grad_(False)
     averaged = AveragedWeights(model, decay=0.999)
