@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_train.elastic.own_parallel import Wrapped
 from elastic_train.errors import UsageError
 from elastic_train.training.kept import KeptStep
 from tests.unit.test_loop import WORLD, Watched, make_loop, steps
@@ -114,10 +115,10 @@ def test_a_module_that_is_trained_elsewhere_may_give_the_loss(has_gradient: bool
 
 def test_a_step_is_refused_beside_a_module_of_parallel() -> None:
     """Whose hook would weigh the gradients once more, and in ordered mode wait for ranks that have fewer parts."""
-    made = nn.Linear(1, 1)
+    made: Any = nn.Linear(1, 1)
 
     def train(training: Any) -> None:
-        training._parallel.made.append(weakref.ref(made))
+        training._parallel.made.append(Wrapped(weakref.ref(made), []))
         for share in training.shares():
             training.step(share, lambda module, batch: made(batch[0]).mean() + module(batch[0]).mean())
 
