@@ -29,6 +29,7 @@ from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import StepObserver, WorldEnd, WorldEnds, votes_of
 from elastic_train.errors import StatesDiffer, TrainingDiverged
 from elastic_train.rules import Activity
+from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.kept import Arguments
 from elastic_train.training.reduction import Share
 from elastic_train.training.state import TrainState
@@ -110,13 +111,8 @@ class Trainer:
         self._training = training = self._make_training(world, shares, begin)
         try:
             try:
-                with self._seeing_every_optimizer(), lost_peers_told():
+                with self._seeing_every_optimizer(), told_as_what_they_are(state, self._membership.sockets):
                     self._program.train(training)
-            except SystemExit as end:  # else the process would be gone without a word, its last commits with it
-                raise RuntimeError(
-                    f"the training code called sys.exit({end.code!r}) at step {state.step}: to end training there, "
-                    "return from the training function"
-                ) from end
             finally:
                 state.lock.hold()  # what is done with the state from here on looks after a stop itself
             training.finish()
@@ -299,6 +295,20 @@ class Trainer:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+@contextmanager
+def told_as_what_they_are(state: TrainState, sockets: GroupSockets) -> Iterator[None]:
+    """What the code that is trained raises inside the block. Where it asks to end the process, that would be gone
+    without a word, its last commits with it."""
+    with lost_peers_told(sockets):
+        try:
+            yield
+        except SystemExit as end:
+            raise RuntimeError(
+                f"the training code called sys.exit({end.code!r}) at step {state.step}: to end training there, "
+                "return from the training function"
+            ) from end
 
 
 def begin_scalers_anew(state: TrainState) -> None:

@@ -161,6 +161,35 @@ def test_what_follows_an_epoch_is_told_where_it_is_broken_off(where: str) -> Non
     assert len(warnings) == (where == "after")
 
 
+@pytest.mark.parametrize("fails", ["raises", "exits", "is refused"])
+@pytest.mark.parametrize("is_broken_off", [True, False])
+def test_what_own_code_makes_of_garbage_is_no_error_of_its_own(fails: str, is_broken_off: bool) -> None:
+    """Every survivor would raise it at the same step, and so end the job. A bug shows again when the step is redone."""
+
+    def train(training: Any) -> None:
+        next(iter(training.batches()))
+        if is_broken_off:
+            loop._membership.sockets.has_nccl = True
+            loop._membership.sockets.shut()
+        if fails == "exits":
+            sys.exit(1)
+        raise UsageError("no such loop") if fails == "is refused" else ValueError("the loss is NaN\nand more")
+
+    loop, state, _ = make_loop(Watched(), train)
+    expected: dict[tuple[str, bool], tuple[type[Exception], str]] = {
+        ("raises", True): (FormationFailed, "^the process group was broken off: .*the loss is NaN$"),
+        ("exits", True): (FormationFailed, "^the process group was broken off: .*sys.exit"),
+        ("is refused", True): (FormationFailed, "^the process group was broken off: no such loop$"),
+        ("raises", False): (ValueError, "the loss is NaN"),
+        ("exits", False): (RuntimeError, "sys.exit"),
+    }
+    kind, line = expected.get((fails, is_broken_off), (UsageError, "no such loop"))
+    with pytest.raises(kind, match=line):
+        loop.run(WORLD, steps(Watched()))
+    assert state.step == 0
+    assert not state.lock.acquire(0.0), "it is held, as after any other error"
+
+
 @pytest.mark.parametrize("extra", [None, "ema", "scheduler"])
 def test_a_late_stop_may_save_before_a_loop_of_ones_own_asks_for_its_first_batch(extra: str | None) -> None:
     """As between two steps: only what it may be about to step is waited for."""
