@@ -237,7 +237,7 @@ class Training:
         self._worker.reporter.report(message)
 
     def _between_steps(self, *, is_saved_later: bool = False) -> None:
-        self._steps.ask()
+        self._steps.ask(looks=not self._end.is_due)  # else members may have left, and so have broken it off
         self._end.raise_if_lost()
         state, saver = self.state, self._saver
         if not is_saved_later and (saver.owes_best(state) or self._saved_step != state.step):  # keep() before a commit

@@ -220,10 +220,18 @@ class SessionSteps:
         state.lock.hold()
         return True
 
-    def ask(self) -> None:
+    def ask(self, *, looks: bool = False) -> None:
         """The function asks for what comes next, or has returned: it is through with what follows the step before.
-        Raises: as `require_committed`."""
+
+        Args:
+            looks: for an abort of NCCL's, which tells nobody whose own collective since the commit it has ended.
+
+        Raises: as `require_committed`. FormationFailed: there was one.
+        """
         self.require_committed()
+        if looks and self._is_own_code:
+            with self._reading():
+                pass
         self._worker.state.lock.hold()
         self._is_after_epoch = False
 

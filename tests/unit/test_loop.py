@@ -161,6 +161,40 @@ def test_what_follows_an_epoch_is_told_where_it_is_broken_off(where: str) -> Non
     assert len(warnings) == (where == "after")
 
 
+@pytest.mark.parametrize("next_is", ["epoch", "batch"])
+@pytest.mark.parametrize("has_nccl", [True, False])
+def test_what_follows_a_commit_by_garbage_of_nccl_s_is_not_saved(next_is: str, has_nccl: bool) -> None:
+    """An evaluation's sum of own code, say, by which a scheduler has stepped: gloo raises where NCCL says nothing."""
+
+    def train(training: Any) -> None:
+        for _ in training.epochs():
+            for _ in training.batches():
+                training.optimizer.step()
+                training.commit(0.0)
+                if next_is == "batch":
+                    break_off()
+            break_off()
+
+    def break_off() -> None:
+        if state.step == (1 if next_is == "batch" else 2):
+            loop._membership.sockets.has_nccl = has_nccl
+            loop._membership.sockets.shut()
+
+    loop, state, told = make_loop(Watched(), train)
+    saved: list[int] = []
+    state.epochs, state.last_step = 2, 4
+    saver: Any = SimpleNamespace(
+        is_due=lambda _state: True, owes_best=lambda _state: False, save=lambda state: saved.append(state.step)
+    )
+    loop._saver = saver
+    with pytest.raises(FormationFailed):
+        loop.run(WORLD, steps(Watched()) * 2)
+    at = 1 if next_is == "batch" else 2
+    assert (at in saved) is not has_nccl
+    warnings = [line for line in told if line.startswith("warning: what the training function does after step 2,")]
+    assert len(warnings) == (has_nccl and next_is == "epoch")
+
+
 @pytest.mark.parametrize("fails", ["raises", "exits", "is refused"])
 @pytest.mark.parametrize("is_broken_off", [True, False])
 def test_what_own_code_makes_of_garbage_is_no_error_of_its_own(fails: str, is_broken_off: bool) -> None:
