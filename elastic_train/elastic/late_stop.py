@@ -86,6 +86,8 @@ class LateStop:
         # Where it has not let go it hangs between an optimizer's step and the commit, and waits when it comes back
         # (Watcher.do).
         state.lock.acquire(0.0)
+        if state.is_step_open and state.is_whole:  # what it hangs in may be under way on a GPU, and never end
+            state.step_start.copy_beside()
         try:
             self._trainer.abandon()
         except TrainingDiverged as diverged:

@@ -354,6 +354,19 @@ def test_a_thread_that_comes_back_at_last_changes_nothing_that_is_being_saved() 
     assert not life.is_given_back, "it waits before the optimizer's step"
 
 
+@pytest.mark.parametrize(("is_open", "is_updating"), [(True, False), (True, True), (False, False)])
+def test_at_last_a_gpu_is_not_waited_for_that_hangs_within_the_step(is_open: bool, is_updating: bool) -> None:
+    """All that is copied, the buffers that are put back too, is what was there as the step began. The weights of an
+    update that is under way are not."""
+    state = make_stepping() if is_open else make_state()
+    state._is_updating = is_updating
+    life = Life(state)
+    state.step_start = SimpleNamespace(copy_beside=life.part("copy beside"))  # type: ignore[assignment]
+    life.late.save_at_last()
+    beside = ["copy beside"] if is_open and not is_updating else []
+    assert life.calls == [*beside, "abandon"] + ["save and wait"] * (not is_updating)
+
+
 def test_at_last_what_is_in_the_commit_is_saved_as_well() -> None:
     """That thread hangs in the collective of a commit, and has the lock: no other comes to it."""
     state = make_state()
