@@ -193,4 +193,4 @@ def seed_model_draws(seed: int, step: int, shard: int, device: torch.device) -> 
     value = int.from_bytes(digest, "little") >> 1
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
-        torch.cuda.manual_seed(value)
+        torch.cuda.manual_seed_all(value)  # a model may be spread over several, or have replicas there

@@ -75,3 +75,14 @@ def test_what_an_evaluation_draws_is_the_same_in_every_world(monkeypatch: pytest
         expected.append((1 + torch.randn(samples, 4)).square().sum().double().item())
     assert table.tolist() == [expected]
     assert losses[0] == sum(expected) / 100
+
+
+def test_what_is_drawn_on_any_gpu_of_a_model_is_a_function_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By fakes. `--parallel dp` has replicas on all of them, whose draws would go on from what was drawn before."""
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda _seed: pytest.fail("of the present GPU alone"))
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    for step, device in ((1, "cuda:0"), (2, "cuda:0"), (1, "cuda:1"), (1, "cpu")):
+        seed_model_draws(3, step, 0, torch.device(device))
+    assert seeds[0] == seeds[2] == torch.initial_seed()
+    assert len(set(seeds)) == 2
