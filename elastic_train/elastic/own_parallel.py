@@ -23,7 +23,14 @@ from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
 from elastic_train.training.collectives import reduced, require_sound
-from elastic_train.training.reduction import SHARES_BUFFERS, freeze_statistics, named, require_reduced, share_buffers
+from elastic_train.training.reduction import (
+    SHARES_BUFFERS,
+    freeze_statistics,
+    named,
+    require_one_device,
+    require_reduced,
+    share_buffers,
+)
 from elastic_train.world import World
 
 
@@ -65,6 +72,8 @@ class OwnParallel:
 
     def wrap(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """As `Training.parallel`."""
+        if self._world_size > 1:
+            require_one_device(module)
         self._watcher.do(Activity.REDUCE, FIRST_SECONDS)  # it may take rank 0's weights
         with self._kept_if_broken(module):
             ddp = DistributedDataParallel(module, **options)

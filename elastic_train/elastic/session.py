@@ -94,6 +94,7 @@ class Training:
         sum what is trained now, and the optimizer's step is refused (UsageError).
 
         Raises:
+            UsageError: the module is spread over several devices, and there are several workers.
             RuntimeError: from the communication library, when a peer is lost; `run` enters the function anew then.
         """
         return self._parallel.wrap(self.model if module is None else module, **options)

@@ -35,6 +35,7 @@ from elastic_train.training.reduction import (
     Share,
     StepTotals,
     named,
+    why_alone,
     without_gradient,
 )
 from elastic_train.training.sampler import MicroBatch
@@ -175,7 +176,7 @@ class WholeSteps:
         for all, so that the first step with another one would fail and end the job."""
         if self._has_looked and step % EVERY:
             return
-        why, unused = None, without_gradient(self._worker.state.model)
+        why, unused = why_alone(self._worker.state.model), without_gradient(self._worker.state.model)
         if unused:
             why = (
                 f"{named(unused)} got no gradient, and with several workers DDP waits for all: no other node can be "

@@ -65,7 +65,9 @@ from elastic_train.world import World
 def check_model(model: nn.Module) -> None:
     """Raises: UsageError where the model has layers that compute across ranks, or is spread over devices."""
     if len({parameter.device for parameter in model.parameters()}) > 1:
-        raise UsageError("--reduction ordered: the model is spread over several devices; use --reduction fast")
+        raise UsageError(
+            "--reduction ordered: the model is spread over several devices; use --reduction fast, in one worker"
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise UsageError(

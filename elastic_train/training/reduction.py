@@ -105,7 +105,7 @@ class FastReduction:
         options: DDP's own, such as `find_unused_parameters`.
 
     Raises:
-        UsageError: the model is spread over devices of several kinds, and there are several ranks.
+        UsageError: the model is spread over several devices, and there are several ranks.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class FastReduction:
         self._are_trained: list[bool] = []
         """of each parameter, when DDP was made"""
         if world.world_size > 1:
-            require_one_kind_of_device(parameter.device for parameter in self._parameters)
+            require_one_device(model)
             if not has_only_statistics(model):
                 self._shared = model
             self._waits_in_forward = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
@@ -152,7 +152,7 @@ class FastReduction:
         self._are_trained, self._module = are_trained, self._model  # the one before is gone, its memory with it
         ddp = DistributedDataParallel(
             _Carrier(self._model, self._totals) if self._rides_along else self._model,
-            device_ids=ddp_device_ids(parameter.device for parameter in self._parameters),
+            device_ids=[self._device] if self._device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # spares a copy of every gradient
             init_sync=False,  # the models are equal, but for a newcomer's in a step without samples
             **{SHARES_BUFFERS: False, **self._options},
@@ -185,7 +185,7 @@ class FastReduction:
                 mean = loss(self._module, micro_batch, batch)
                 weight = len(micro_batch.indices) * self._divisor / micro_batch.step_samples
                 if batch is not None:
-                    totals[0].add_(mean.detach(), alpha=weight)
+                    totals[0].add_(mean.detach().to(totals.device), alpha=weight)  # a model may end elsewhere
                 scaled = scale(mean if weight == 1.0 else mean * weight)
                 if self._waits_in_backward and micro_batch.is_last:
                     self._enter_waits()
@@ -343,12 +343,6 @@ def zero_gradients(module: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def ddp_device_ids(devices: Iterable[torch.device]) -> list[torch.device] | None:
-    """DDP's `device_ids` for a model with parameters on these devices: None on the CPU, and where it is spread out."""
-    distinct = set(devices)
-    return list(distinct) if len(distinct) == 1 and all(device.type == "cuda" for device in distinct) else None
-
-
 def freeze_statistics(module: nn.Module) -> list[nn.Module]:
     """Have BatchNorm's layers use their statistics and not change them, so that an absent sample leaves no trace there;
     returns the layers, to be put back into train mode.
@@ -376,14 +370,18 @@ def has_only_statistics(model: nn.Module) -> bool:
     )
 
 
-def require_one_kind_of_device(devices: Iterable[torch.device]) -> None:
-    """Raises: UsageError for a model of which parts are on the CPU and parts on GPUs, which DDP does not take."""
-    kinds = sorted({device.type for device in devices})
-    if len(kinds) > 1:
-        raise UsageError(
-            f"the model has parts on {' and '.join(kinds)}: DDP takes several GPUs of one process, but devices of one "
-            "kind only; train it in one worker, or put all parts on GPUs"
-        )
+def require_one_device(model: nn.Module) -> None:
+    """Raises: UsageError, as `why_alone`."""
+    if (why := why_alone(model)) is not None:
+        raise UsageError(why)
+
+
+def why_alone(model: nn.Module) -> str | None:
+    """Why a model cannot train in several workers: what waits for sums, and for their abort, looks at one device."""
+    places = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(places) < 2:
+        return None
+    return f"the model has parts on {' and '.join(places)}: train it in one worker, or put all parts on one device"
 
 
 class _Carrier(nn.Module):

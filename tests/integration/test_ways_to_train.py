@@ -179,7 +179,7 @@ HALVES = ("--task", "mine:Halves", "--max-steps", "10", "--global-batch-size", "
 
 @pytest.mark.slow
 def test_a_model_in_two_parts_under_ddp(cluster: Cluster) -> None:
-    """Both parts on the CPU, of which there is one: its hand-over and `device_ids=None` are those of several GPUs."""
+    """Both parts on the CPU, of which there is one: on several GPUs a world of two refuses it."""
     (cluster.path / "mine.py").write_text(HALVES_TASK)
     weights = []
     for spawn in ((), ("--spawn", "2")):
