@@ -12,6 +12,8 @@ from elastic_train.protocol.store import ListingStore
 from elastic_train.rules import agreeing, next_generation
 from elastic_train.world import Member
 
+SILENT_SECONDS = 5.0
+"""without a heartbeat of its own: then a worker knows nothing of the others' silence either"""
 TURN_SECONDS = 1.0
 """that the first of those who wait has to begin the first world, before any other does it"""
 
@@ -45,6 +47,9 @@ class CentralQueue:
         self._next_look = 0.0
         """who is not the first to propose need not look at every change, where hundreds wait"""
         self._heartbeats: tuple[dict[str, str], float] = ({}, clock())
+        """of those who train, as they stand, and since when nothing has hidden a change"""
+        self._own: tuple[str | None, float] = (None, clock())
+        """this worker's own heartbeat, and when it came"""
 
     def waiting(self, store: ListingStore) -> list[Waiting]:
         """Workers in the queue, by their launcher's order; `store` is that of the thread that asks."""
@@ -64,7 +69,7 @@ class CentralQueue:
 
     def succeed_if_gone(self, stands: Standing, mine: Waiting) -> InQueue:
         """Make the world after `stands`, where all who trained in that are gone. This worker stands in the queue."""
-        if self._are_gone(stands):
+        if self._are_gone(stands, mine):
             self._succeed(stands, mine)
         return InQueue("waiting to be admitted")
 
@@ -116,16 +121,25 @@ class CentralQueue:
         if mine.member.uid in {member.uid for member in alive}:
             self._begin(alive, stands)
 
-    def _are_gone(self, stands: Standing) -> bool:
+    def _are_gone(self, stands: Standing, mine: Waiting) -> bool:
         """Whether nobody of them gives a sign of life. Who cannot be reached may train on without the store for as
-        long as its grace lasts."""
+        long as its grace lasts.
+
+        What is read may be a copy, and stands still where this worker alone is cut off or was suspended: they are
+        silent only up to where its own heartbeat has come back by the same way.
+        """
         uids = {member.uid for member in stands.members}
         prefix = f"{self._prefix}/heartbeat/"
-        found = {key: text for key, text in self._store.below(prefix).items() if key.removeprefix(prefix) in uids}
-        now = self._clock()
-        if found != self._heartbeats[0]:
+        texts = self._store.below(prefix)
+        found = {key: text for key, text in texts.items() if key.removeprefix(prefix) in uids}
+        own, now = texts.get(f"{prefix}{mine.member.uid}"), self._clock()
+        was_away = False
+        if own is not None and own != self._own[0]:
+            was_away = now - self._own[1] > SILENT_SECONDS  # it may be an old one, and theirs of since on their way
+            self._own = own, now
+        if found != self._heartbeats[0] or was_away:
             self._heartbeats = found, now
-        silence = now - self._heartbeats[1] - 1.0
+        silence = self._own[1] - self._heartbeats[1] - 1.0
         if silence <= self._peer_timeout:
             return False
         return silence > self._longest_silence or len(self._refused(stands.members)) == len(stands.members)

@@ -8,6 +8,7 @@ from typing import Any
 from elastic_train.protocol.neighbours import Topology
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.simulator import Simulation
+from tests.simulation.work import Work
 
 TIMEOUT = 2.0
 
@@ -268,6 +269,12 @@ def suspended_until_others_go_on(founders: int, trains_with: int) -> Plan:
     frozen = [(0.1, "freeze", index) for index in range(founders)]
     made = plan(founders + 2, *frozen, recovers_at=13.0, founders=founders, min_nodes=1, trains_with=trains_with)
     return replace(made, grace=3.0)
+
+
+def alone_without_the_store(*faults: Fault) -> Plan:
+    """Two train in long steps, and one in the queue knows nothing of them for as long as the dead are silent."""
+    made = replace(plan(3, *faults, founders=2, min_nodes=1, recovers_at=0.0), recovers_at=None, seconds=100.0)
+    return replace(made, grace=3.0, stall_timeout=100.0, work=Work(step=30.0))
 
 
 def frozen_before_it_takes_an_answer(frozen_at: float) -> Plan:

@@ -38,6 +38,10 @@ class Faults:
     def thaw(self, index: int) -> None:
         self._worker(index).process.thaw()
 
+    def thaw_before_it_reads(self, index: int) -> None:
+        """Its threads look at what they know before they know what has come meanwhile."""
+        self._worker(index).process.thaw(seconds_before_reading=0.02)
+
     def stick(self, index: int) -> None:
         """Its training thread alone is held up."""
         self._worker(index).process.training_task.is_stuck = True  # type: ignore[attr-defined]

@@ -82,7 +82,7 @@ class Process:
 
     def take(self, run: Callable[..., None], *arguments: Any) -> None:
         """Something has arrived for its code; a frozen process finds it when it wakes."""
-        if self.is_frozen:
+        if self.is_frozen or self._inbox:
             self._inbox.append((run, arguments))
         elif self.is_alive:
             run(*arguments)
@@ -90,15 +90,24 @@ class Process:
     def freeze(self) -> None:
         self.is_frozen = True
 
-    def thaw(self) -> None:
+    def thaw(self, seconds_before_reading: float = 0.0) -> None:
+        """Its threads go on; those that read what has come meanwhile may be the last to do so."""
         if not self.is_frozen or not self.is_alive:
             return
         self.is_frozen = False
-        inbox, self._inbox = self._inbox, []
-        for run, arguments in inbox:
-            run(*arguments)
+        if seconds_before_reading:
+            self.kernel.after(seconds_before_reading, self._read)
+        else:
+            self._read()
         for task in self.tasks:
             task.unpark()
+
+    def _read(self) -> None:
+        if self.is_frozen:
+            return
+        inbox, self._inbox = self._inbox, []
+        for run, arguments in inbox:
+            self.take(run, *arguments)
 
     def end(self, ending: str) -> None:
         """Killed, or gone of itself: its kernel closes what it had open."""

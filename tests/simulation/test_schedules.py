@@ -9,7 +9,7 @@ import pytest
 from elastic_train.protocol.neighbours import STANDARD, Topology
 from tests.simulation import directed
 from tests.simulation.faults import RING
-from tests.simulation.plan import Plan
+from tests.simulation.plan import Fault, Plan
 from tests.simulation.simulator import Simulation
 
 FORMS = pytest.mark.parametrize("grace", [None, 3.0], ids=["peers", "central"])
@@ -242,6 +242,29 @@ def test_who_was_suspended_learns_that_others_have_gone_on(founders: int, trains
     assert [worker.process.ending for worker in simulation.workers[:founders]] == ["left_out"] * founders
     assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
     assert len(simulation.living) == founders + 2
+
+
+LONGEST = 10.0
+"""more seconds than those who train may live on without the store, where its grace is 3 s"""
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ((2.0, "lose_store", (2,)), (2.0 + LONGEST, "find_store", (2,))),
+        ((2.0, "lose_store", (2,), "from"), (2.0 + LONGEST, "find_store", (2,))),
+        ((2.0, "freeze", 2), (2.0 + LONGEST, "thaw_before_it_reads", 2)),
+        ((2.0, "lose_store", (2,), "from"), (3.0, "freeze", 2), (2.5 + LONGEST, "find_store", (2,)),
+         (3.0 + LONGEST, "thaw_before_it_reads", 2)),
+    ],
+    ids=["cut off", "hears nothing", "suspended", "suspended with what it has not read"],
+)  # fmt: skip
+def test_who_knows_nothing_in_the_queue_does_not_take_the_others_for_dead(faults: tuple[Fault, ...]) -> None:
+    """It alone is away from the store, which those who train reach all the time."""
+    simulation = run(directed.alone_without_the_store(*faults))
+    assert [worker.process.ending for worker in simulation.workers] == [None] * 3
+    assert len({worker.world.uid for worker in simulation.workers if worker.world is not None}) == 1
+    assert [worker.activity for worker in simulation.workers] == ["trains"] * 3, "it has joined"
 
 
 @pytest.mark.parametrize("frozen_at", [0.510, 0.512, 0.514, 0.516])
