@@ -221,11 +221,13 @@ def wait_for_nodes(
         seconds: that are waited in all, until `deadline`.
 
     Raises:
-        Stopped: as `check`. FormationFailed: none came before the deadline.
+        Stopped: as `check`. FormationFailed: none came before the deadline. What ended the watcher's thread: LeftOut
+            where the job is over, or was taken over.
     """
     membership.watcher.expect(world)  # what ended the world before is over; its rank 0 can be found
     while True:
         check()
+        membership.watcher.thread.check()
         if membership.can_admit:
             return
         if clock() >= deadline:

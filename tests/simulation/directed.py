@@ -277,6 +277,13 @@ def alone_without_the_store(*faults: Fault) -> Plan:
     return replace(made, grace=3.0, stall_timeout=100.0, work=Work(step=30.0))
 
 
+def waits_without_the_store(found_at: float) -> Plan:
+    """Of two that need each other one is killed, and the other one loses the store while it waits for a node."""
+    faults = ((1.0, "kill", 1), (2.0, "lose_store", (0,)), (found_at, "find_store", (0,)))
+    made = plan(2, *faults, (found_at + 1.0, "back", 1, False), recovers_at=found_at + 5.0, min_nodes=2, trains_with=2)
+    return replace(made, grace=3.0)
+
+
 def frozen_before_it_takes_an_answer(frozen_at: float) -> Plan:
     """One of two wakes where the store is away, and finds an answer of the time before."""
     faults = ((frozen_at, "freeze", 0), (1.0, "lose_store", (0,)), (9.0, "thaw", 0))

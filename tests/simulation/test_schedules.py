@@ -267,6 +267,15 @@ def test_who_knows_nothing_in_the_queue_does_not_take_the_others_for_dead(faults
     assert [worker.activity for worker in simulation.workers] == ["trains"] * 3, "it has joined"
 
 
+@pytest.mark.parametrize(("found_at", "endings"), [(8.0, [None, "killed"]), (18.0, ["left_out", "killed"])])
+def test_who_waits_for_nodes_learns_that_its_job_is_over(found_at: float, endings: list[str | None]) -> None:
+    """Its lease has run out, or not, when it finds the store again: it joins the later start, or is joined."""
+    simulation = run(directed.waits_without_the_store(found_at))
+    assert [worker.process.ending for worker in simulation.workers[:2]] == endings
+    assert [worker.activity for worker in simulation.living] == ["trains"] * 2, simulation.describe()
+    assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
+
+
 @pytest.mark.parametrize("frozen_at", [0.510, 0.512, 0.514, 0.516])
 def test_an_answer_counts_from_when_it_came(frozen_at: float) -> None:
     """Not from when the frozen process takes it: the store has been away for its whole grace when it ends."""

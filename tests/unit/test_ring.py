@@ -21,7 +21,7 @@ from elastic_train.elastic.resume import Resumed
 from elastic_train.elastic.ring import Ring, RingParts
 from elastic_train.elastic.whole_steps import ALONE
 from elastic_train.elastic.world_end import MAX_FRUITLESS_WORLDS
-from elastic_train.errors import FormationFailed, StatesDiffer, Stopped, StoreUnreachable
+from elastic_train.errors import FormationFailed, LeftOut, StatesDiffer, Stopped, StoreUnreachable
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity, Failure
 from elastic_train.training.state_lock import StateLock
@@ -126,7 +126,11 @@ class Fake:
             return lambda *_values, **told: self.answer(name, default, **told)
 
         watcher = SimpleNamespace(
-            expect=noting("expect"), enter=noting("enter"), do=self.do, announce_broken=noting("broken")
+            expect=noting("expect"),
+            enter=noting("enter"),
+            do=self.do,
+            announce_broken=noting("broken"),
+            thread=SimpleNamespace(check=noting("check the watcher")),
         )
         membership: Any = SimpleNamespace(
             watcher=watcher,
@@ -434,6 +438,26 @@ def test_where_another_one_gives_up_the_wait_for_nodes_goes_on_and_does_not_begi
         ring.run()
     assert fake.calls.count("agree") == 2
     assert 10.0 <= fake.now < 10.2
+
+
+def test_who_waits_for_nodes_notices_that_its_watcher_has_ended() -> None:
+    few = replace(SINGLE, members=(replace(make_member(0), min_nodes=2),))
+    fake = Fake(train=[LOST], agree=[(few, Change())])
+    ring = fake.ring()
+    membership: Any = ring._stages._membership
+    membership.can_admit = False
+
+    def check() -> None:
+        if fake.now > 3.0:
+            raise LeftOut("the job is over")
+
+    def sleep(seconds: float) -> None:
+        fake.now += seconds
+
+    membership.watcher.thread.check, ring._stages._sleep = check, sleep
+    with pytest.raises(LeftOut, match="the job is over"):
+        ring.run()
+    assert fake.now < 3.2, "it waits no longer"
 
 
 def test_a_world_that_trains_ends_the_wait_for_nodes() -> None:
