@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, overload
 
 import torch
@@ -35,6 +36,7 @@ from elastic_train.elastic.worker import Parts, Worker, build
 from elastic_train.errors import ElasticTrainError, UsageError, report
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.stopping import StopSignal, die_with_agent
+from elastic_train.storage.run_directory import default_run_dir
 from elastic_train.system import require_system_for_training
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.epoch_dataset import length_of
@@ -104,8 +106,8 @@ def run(
     collate: Callable[[list[Any]], Any] = default_collate,
     extras: Mapping[str, Stateful] | None = None,
 ) -> TrainState:
-    """Run a training function to the end of training, through as many worlds as it takes. Call it once per process,
-    from the main thread; every worker does, with equal arguments. Blocks until training is over.
+    """Run a training function to the end of training, through as many worlds as it takes. From the main thread,
+    in a process once for each run directory; every worker does, with equal arguments. Blocks until training is over.
 
     Args:
         train: called with a `Training` in every world; returns at the end of training, or earlier to end it there.
@@ -145,6 +147,7 @@ def run(
     if code not in (0, UNSAVED) or not worker.state.is_finished:
         sys.exit(code)  # with the handlers that there are: another signal would change the code of a process that ends
     stop.uninstall()
+    _trained.add(worker.directory.path.resolve())
     return worker.state
 
 
@@ -177,7 +180,21 @@ def _build_worker(
         extras=_with_average(extras or {}, model, config.ema_decay),
     )
     launch = Launch.from_environment(os.environ, config.store_endpoint)
+    _require_untrained(config.run_dir or default_run_dir(launch.run_id), config)
     return build(config, launch, stop, Parts(task, state, device))
+
+
+_trained: set[Path] = set()
+"""run directories in which training has come to its end in this process"""
+
+
+def _require_untrained(run_dir: Path, config: Config) -> None:
+    """Raises: UsageError: this process has trained to the end in `run_dir`, and would only be given that again."""
+    if run_dir.resolve() in _trained and not config.fresh:
+        raise UsageError(
+            f"run() has trained to its end in {run_dir} in this process, and would give those weights back: give each "
+            "training its own --run-dir, or --fresh"
+        )
 
 
 def _name_of(train: TrainingFunction) -> str:

@@ -28,7 +28,7 @@ from elastic_train.runlog.events import EventLog, Ledger
 from elastic_train.stopping import StopSignal
 from elastic_train.storage.atomic_files import require_writable
 from elastic_train.storage.places import OwnedBucket, bucket_at
-from elastic_train.storage.run_directory import RunDirectory
+from elastic_train.storage.run_directory import RunDirectory, default_run_dir
 from elastic_train.storage.signature import fingerprint, read_key
 from elastic_train.storage.snapshot import SnapshotFolder
 from elastic_train.storage.store_urls import is_url
@@ -223,7 +223,7 @@ def key_of(config: Config) -> bytes | None:
 def make_directory(config: Config, run_id: str) -> RunDirectory:
     """Raises: RunDirectoryError where it, or --snapshot-dir, cannot be written to."""
     folder = None if config.snapshot_dir is None or bucket_of(config) is not None else Path(config.snapshot_dir)
-    directory = RunDirectory(config.run_dir or Path("runs") / default_run_name(run_id), folder)
+    directory = RunDirectory(config.run_dir or default_run_dir(run_id), folder)
     directory.create()
     if folder is not None:
         require_writable(folder, "--snapshot-dir")
@@ -368,10 +368,6 @@ def own_schedule(config: Config, task: Task) -> Callable[[int, int], float] | No
     if config.schedule != "auto":
         raise UsageError(f"--schedule: {task.name} has a schedule of its own; give it a flag of its own")
     return schedule
-
-
-def default_run_name(run_id: str) -> str:
-    return "default" if run_id == "none" else "".join(c if c.isalnum() or c in "._-" else "_" for c in run_id)
 
 
 def set_threads(world: World, config: Config) -> None:

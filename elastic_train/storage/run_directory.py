@@ -283,3 +283,9 @@ class RunDirectory:
                 number += 1
             else:
                 return sibling
+
+
+def default_run_dir(run_id: str) -> Path:
+    """Where no --run-dir says so, of torchrun's id."""
+    name = "default" if run_id == "none" else "".join(c if c.isalnum() or c in "._-" else "_" for c in run_id)
+    return Path("runs") / name

@@ -105,6 +105,43 @@ def test_the_micro_batch_size_that_is_not_given_is_that_of_the_first_world(
     assert seen == [given]
 
 
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_second_training_in_one_run_directory_is_not_given_the_weights_of_the_first(
+    fresh: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a script that trains before and then fine-tunes; one that was not finished goes on."""
+    codes = [143, 0]
+    entered: list[Path] = []
+
+    def finish(worker: Any, _program: Any) -> int:
+        entered.append(worker.directory.path)
+        worker.reporter.close()
+        worker.directory.ownership.release()
+        worker.state.step = worker.state.last_step
+        return codes.pop(0) if codes else 0
+
+    def train_in(run_dir: Path, **flags: Any) -> None:
+        config = Config(run_dir=run_dir, no_progress=True, **flags)
+        own_loop.run(train, MODEL, OPTIMIZER, TensorDataset(torch.ones(4, 1)), config)
+
+    monkeypatch.setattr(own_loop, "run_worker", finish)
+    monkeypatch.setattr(own_loop, "_trained", set())
+    first, second = tmp_path / "first", tmp_path / "second"
+    with pytest.raises(SystemExit):
+        train_in(first)
+    train_in(first)
+    train_in(second)
+    assert entered == [first, first, second]
+    with nullcontext() if fresh else pytest.raises(SystemExit) as ended:
+        train_in(tmp_path / "second" / ".." / "first", fresh=fresh)
+    assert len(entered) == 3 + fresh
+    if not fresh:
+        assert ended is not None
+        assert ended.value.code == 2
+        assert "run() has trained to its end in" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("given", ["0.3", b"0.3", None, [1.0], torch.ones(3)])
 def test_what_is_no_scalar(given: Any) -> None:
     with pytest.raises(UsageError, match=r"commit\(\) was given .*: give the mean loss, a scalar"):

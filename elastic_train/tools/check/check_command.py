@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from elastic_train.config import Config, parse
 from elastic_train.errors import FormationFailed, LeftOut, StoreRefused, StoreUnreachable, UsageError
@@ -138,11 +137,11 @@ def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.N
     # Here, for they import torch, and a wrong flag should be told before that.
     from elastic_train.elastic.barriers import Waits
     from elastic_train.elastic.connect import Applicant, connect_worker
-    from elastic_train.elastic.worker import default_run_name
+    from elastic_train.storage.run_directory import default_run_dir
     from elastic_train.tools.check.here import look_here, trial_place
     from elastic_train.tools.check.together import look_together, meet_others
 
-    run_dir = config.run_dir or Path("runs") / default_run_name(launch.run_id.removesuffix(f"/{OWN_ID}"))
+    run_dir = config.run_dir or default_run_dir(launch.run_id.removesuffix(f"/{OWN_ID}"))
     directory = trial_place(config, run_dir)
     of_job = of_the_job(replace(config, run_dir=run_dir), launch, wanted.workers)
     rendezvous, membership, mine = RendezvousFacts(), None, None
