@@ -36,7 +36,7 @@ from elastic_train.storage.past_snapshots import NOTHING_SEEN, PastSnapshots, re
 from elastic_train.storage.run_record import RUN_FILE, RunRecord, parted, read_record
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, set_aside
 from elastic_train.training import determinism
-from elastic_train.training.collectives import gather_json
+from elastic_train.training.collectives import barrier, gather_json
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count
 from elastic_train.world import Member, World
@@ -237,8 +237,10 @@ class EarlierRun:
         seen = gather_json({"reached": self._traces.reached, "logged": self._traces.logged})
         note_restart(state, restored, newest_step([entry["reached"] for entry in seen]), world)
         logged = newest_step([entry["logged"] for entry in seen])
-        if logged is not None and world.rank == restored.from_rank:
-            worker.reporter.write_missing_commits(state, logged)
+        if logged is not None and logged < state.step:
+            if world.rank == restored.from_rank:
+                worker.reporter.write_missing_commits(state, logged)
+            barrier()  # as after a loss: who is to write them may die
         if worker.config.reduction == "ordered":
             self._compare_fingerprints(world)
         return restored

@@ -22,9 +22,9 @@ from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_report import WorldReport
 from elastic_train.errors import StatesDiffer
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
-from elastic_train.rules import Activity, apart
+from elastic_train.rules import Activity, apart, freshest
 from elastic_train.runlog.goodput import Phase
-from elastic_train.training.collectives import GROUP_TIMEOUT, STEP_TIMEOUT, gather_json
+from elastic_train.training.collectives import GROUP_TIMEOUT, STEP_TIMEOUT, barrier, gather_json
 from elastic_train.training.ratings import latest
 from elastic_train.training.state_hash import plain_hashes
 from elastic_train.world import World
@@ -154,13 +154,17 @@ class Resume:
         fresh = [rank for rank, step in enumerate(steps) if step == max(steps)]
         if world.rank in fresh:  # who was lost in keep() may have left its number with some of them
             state.ratings.load_state_dict(latest([told[rank]["ratings"] for rank in fresh]))
-        source = sync_from_freshest(state, world, steps, check, lambda: worker.reach("send", world), others)
+        source = freshest(steps)
+        logged = [entry["logged"] for entry in told if entry["logged"] is not None]
+        logged_step = max(logged, default=max(0, steps[source] - 1))
+        if logged_step < steps[source]:
+            if world.rank == source:
+                worker.reporter.write_missing_commits(state, logged_step)
+            barrier()  # nobody goes on from a step whose event is not there: who is to write it may die
+        sync_from_freshest(state, world, steps, check, lambda: worker.reach("send", world), others)
         self.holding = Holding.STATE
-        if world.rank == source:
-            logged = [entry["logged"] for entry in told if entry["logged"] is not None]
-            worker.reporter.write_missing_commits(state, max(logged, default=state.step - 1))
-            if others:
-                self._tell_apart(world, others)
+        if world.rank == source and others:
+            self._tell_apart(world, others)
         voters = [rank for rank in fresh if rank not in others]
         state.last_step = min(told[rank]["last"] for rank in fresh)  # a training function may have ended it early
         if had_state:
