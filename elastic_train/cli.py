@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_output()
         return 128 + signal.SIGPIPE  # as a program that the signal ends: `| head` is no error
     except OSError as error:
+        if error.strerror is None or not (error.filename is None or _is_named(error.filename, parsed)):
+            raise  # of a task's own code, or of ours; a URL may stand in its place, with a secret in it
         if error.filename is None:
             _discard_output()
         what = "output cannot be written" if error.filename is None else error.filename
@@ -62,6 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _is_named(path: object, arguments: argparse.Namespace) -> bool:
+    """Whether the person has given it, or what it lies in, or what lies in it; not for a task, behind `--`."""
+    own = [value for name, value in vars(arguments).items() if name != "flags"]
+    given = [word for value in own for word in (value if isinstance(value, list) else [value])]
+    if not isinstance(path, str):
+        return False
+    pairs = [[os.path.realpath(path), os.path.realpath(word)] for word in given if isinstance(word, (str, Path))]
+    return any(os.path.commonpath(pair) in pair for pair in pairs)
 
 
 def _discard_output() -> None:

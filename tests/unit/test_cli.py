@@ -436,6 +436,31 @@ def test_a_path_that_the_system_refuses_is_one_line(
     assert "/elastic-train-audit-" not in err, "a path that the person has named"
 
 
+@pytest.mark.parametrize("command", ["check", "drill --duration 1"])
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("open('/none/labels.csv')", "FileNotFoundError: [Errno 2] No such file or directory: '/none/labels.csv'"),
+        (
+            "from urllib.error import HTTPError; from os import environ\n"
+            "raise HTTPError(environ['URL'], 403, 'Forbidden', {}, None)",
+            "urllib.error.HTTPError: HTTP Error 403: Forbidden",
+        ),
+    ],
+)
+def test_what_a_task_cannot_read_is_told_with_its_traceback(
+    tmp_path: Path, command: str, code: str, error: str
+) -> None:
+    """It is no path of the command line, and a presigned URL is a secret."""
+    (tmp_path / "mine.py").write_text(code)
+    env = os.environ | {"PYTHONPATH": f"{Path(cli.__file__).parents[1]}:{tmp_path}", "URL": "https://s/x?key=SECRET"}
+    done = console(*command.split(), "--", "--task", "mine:T", stdout=subprocess.PIPE, cwd=tmp_path, env=env)
+    assert done.returncode == 1
+    assert f'File "{tmp_path}/mine.py", line ' in done.stderr
+    assert done.stderr.splitlines()[-1] == error
+    assert "SECRET" not in done.stderr
+
+
 # --- benchmarks -------------------------------------------------------------------------------------------------------
 
 
