@@ -297,7 +297,8 @@ def _has_nan(values: torch.Tensor) -> bool:
     import torch
 
     # A sum with NaN in it is NaN, and takes a seventh of the time. It may be without any: of inf and -inf.
-    if values.element_size() > 1 and not bool(values.sum().isnan()):  # torch sums no numbers of 8 bits
+    has_sum = values.is_floating_point() and values.element_size() > 1  # torch sums no 8 bits, nor complex halves
+    if has_sum and not bool(values.sum().isnan()):
         return False
     parts: Iterable[torch.Tensor] = torch.split(values.reshape(-1), NUMBERS_AT_ONCE)
     return any(bool(part.isnan().any()) for part in parts)

@@ -412,8 +412,13 @@ def test_what_was_nan_from_the_start_may_be(tmp_path: Path) -> None:
     assert keys(tmp_path) == [(0, 1)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex32, torch.complex64],
+    ids=str,
+)
 @pytest.mark.parametrize("index", [0, 12, 100])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_one_nan_is_found_wherever_it_is(tmp_path: Path, dtype: torch.dtype, index: int) -> None:
     weight = torch.ones(101)
     save(make_writer(tmp_path), 1, state={"model": {"weight": weight.to(dtype)}})
