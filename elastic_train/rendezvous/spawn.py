@@ -22,10 +22,13 @@ def is_spawner(num_workers: int, environ: Mapping[str, str]) -> bool:
     """
     if "RANK" in environ and AGENT_VARIABLE in environ and "TORCHELASTIC_RUN_ID" not in environ:
         return False
-    if "RANK" in environ or torchrun_variables(environ):
+    is_terminal = "SLURM_PTY_PORT" in environ  # of `srun --pty bash`, a task that is no worker
+    if "RANK" in environ or (torchrun_variables(environ) and not is_terminal):
+        seen = "RANK" if "RANK" in environ else "SLURM_PROCID"
         raise UsageError(
-            f"--spawn {num_workers}: a launcher has started this worker already: leave one of the two out; torchrun's "
-            "--nproc-per-node says how many workers a node has, or srun's --ntasks-per-node"
+            f"--spawn {num_workers}: a launcher has started this worker already, {seen} is set: leave one of the two "
+            "out; torchrun's --nproc-per-node says how many workers a node has, or srun's --ntasks-per-node; in a "
+            f"shell or notebook that it has started: env -u {seen} python ..."
         )
     return True
 
@@ -48,6 +51,7 @@ def spawn(num_workers: int, arguments: Sequence[str]) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         AGENT_VARIABLE: name_of_process(os.getpid()),
     }
+    environ.pop("TORCHELASTIC_RUN_ID", None)  # of a torchrun around, which these would take for their own
     workers: list[subprocess.Popen[bytes]] = []
     early: list[int] = []
     is_starting = True

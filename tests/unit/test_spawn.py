@@ -63,17 +63,23 @@ SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
     ids=["another launcher", "torchrun without the hook", "torchrun", "srun", "by hand under srun"],
 )
 def test_where_a_launcher_starts_workers_none_is_spawned(environ: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match=r"^--spawn 4: a launcher has started this worker already: "):
+    seen = "RANK" if "RANK" in environ else "SLURM_PROCID"
+    with pytest.raises(UsageError, match=f"^--spawn 4: a launcher has started this worker already, {seen} is set: "):
         is_spawner(4, environ)
 
 
+def test_a_terminal_on_a_node_may_spawn() -> None:
+    """Of `srun --ntasks-per-node=4 --pty bash`: its shell is the first of four tasks, but no worker."""
+    assert is_spawner(4, SRUN | {"SLURM_STEP_ID": "0", "SLURM_TASK_PID": "1", "SLURM_PTY_PORT": "40001"})
+
+
 def test_workers_know_that_they_are_spawned(workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what their parent hands them; it stands in a batch script of SLURM's, perhaps."""
+    """Of what their parent hands them; it stands in a batch script of SLURM's, perhaps, or below another run."""
     batch = SRUN | {"SLURM_TASK_PID": "1"}
-    for environ in ({}, batch, SRUN | {"SLURM_NTASKS": "1"}):
+    for environ in ({}, batch, SRUN | {"SLURM_NTASKS": "1"}, TORCHRUN):
         assert is_spawner(2, environ)
         with monkeypatch.context() as patched:
             for name, value in environ.items():
                 patched.setenv(name, value)
             spawn(2, [])
-    assert [is_spawner(2, worker.environ) for worker in workers] == [False] * 6
+    assert [is_spawner(2, worker.environ) for worker in workers] == [False] * 8
