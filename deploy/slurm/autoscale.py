@@ -32,7 +32,8 @@ def decide(status: Mapping[str, Any] | None, jobs: Sequence[tuple[str, str]]) ->
         jobs: (id, SLURM's state) of each, oldest first.
     """
     pending = [job for job, state in jobs if state == "PENDING"]
-    if status is None:  # one begins it, and says how many there may be
+    is_begun = status is not None and (status["capacity"]["max_nodes"] is not None or status["state"] in OVER)
+    if status is None or not is_begun:  # one begins it, and says how many there may be
         return (0 if jobs else 1), []
     most, wanted = status["capacity"]["max_nodes"] or 0, status["capacity"]["wanted"]
     if status["state"] == "silent":  # gone, or in a long step: of these jobs SLURM knows which run

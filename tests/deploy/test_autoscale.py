@@ -52,6 +52,7 @@ RUNS, WAITS = "RUNNING", "PENDING"
         (status(0, state="silent"), [RUNS] * 4, 0, 0),  # in a long step
         (status(0, state="starting"), [RUNS, WAITS, WAITS, WAITS], 0, 0),  # those before count until a world stands
         (status(0, most=None), [RUNS], 0, 0),
+        (status(0, most=None, state="starting"), [], 1, 0),  # a folder, of a check that was killed
     ],
 )
 def test_decisions(told: dict[str, Any] | None, states: list[str], submits: int, cancels: int) -> None:
