@@ -21,7 +21,7 @@ Remembered = dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """of an optimizer's `step`, itself the first"""
 PARTS = "made_of"
-"""in an optimizer's saved state: what the optimizers hold that it is made of"""
+"""in an optimizer's saved state: those of the optimizers that it is made of"""
 _SCALES = ("_scale", "_growth_tracker")
 """of a GradScaler; None before its first use"""
 
@@ -154,8 +154,20 @@ class KeptUpdates:
 
     def has_saved(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether what an optimizer holds is saved with those of the state."""
-        saved = {id(tensor) for one in self.optimizers for tensor in _tensors_in(state_of(one))}
+        saved = {id(tensor) for one in self.optimizers for tensor in _tensors_in(self.state_of(one))}
         return saved.issuperset(map(id, _tensors_in(optimizer.state)))
+
+    def state_of(self, part: Any) -> dict[str, Any]:
+        """As `part.state_dict()`, and of an optimizer with those of the ones that it is made of, where neither that nor
+        another part of the state has them."""
+        state: dict[str, Any] = part.state_dict()
+        parts = parts_of(part) if isinstance(part, torch.optim.Optimizer) else {}
+        if not parts:
+            return state
+        has = set(map(id, _tensors_in(state)))
+        held = {name: one.state_dict() for name, one in parts.items() if all(one is not it for it in self.optimizers)}
+        held = {name: one for name, one in held.items() if has.isdisjoint(map(id, _tensors_in(one.get("state", {}))))}
+        return {**state, PARTS: held}
 
     def require_groups(self) -> None:
         """Raises: UsageError where an optimizer has not the number of parameter groups that it began with."""
@@ -199,7 +211,7 @@ class KeptUpdates:
         # Parameters of modules that are no extra are kept, too.
         owned = (one for optimizer in self.optimizers for one in parameters_of(optimizer))
         self._parameters = list({id(one): one for one in (*self._model.parameters(), *owned)}.values())
-        states = [state_of(part) for part in self._parts]
+        states = [self.state_of(part) for part in self._parts]
         for part, state in zip(self._parts, states, strict=True):
             self._buffers.put_into(part, state)
         with torch.no_grad():
@@ -229,39 +241,28 @@ class KeptUpdates:
         self.is_needed |= is_needed
 
 
-def state_of(part: Any) -> dict[str, Any]:
-    """As `part.state_dict()`, and of an optimizer with what those hold that it is made of, where that lacks it."""
-    state: dict[str, Any] = part.state_dict()
-    parts = parts_of(part) if isinstance(part, torch.optim.Optimizer) else {}
-    if not parts:
-        return state
-    has = set(map(id, _tensors_in(state)))
-    held = {name: one.state_dict().get("state", {}) for name, one in parts.items()}
-    held = {name: one for name, one in held.items() if has.isdisjoint(map(id, _tensors_in(one)))}
-    return {**state, PARTS: held}
-
-
 def load_part(part: Any, state: Mapping[str, Any]) -> None:
-    """Take over what `state_of` gave, an optimizer bit by bit: torch rounds what belongs to a parameter to its dtype,
-    moments and master weights in float32 to bfloat16. May keep the tensors that it is given."""
+    """Take over what `KeptUpdates.state_of` gave, an optimizer bit by bit: torch rounds what belongs to a parameter to
+    its dtype, moments and master weights in float32 to bfloat16. May keep the tensors that it is given.
+
+    Loads in place: who shares groups or states with an optimizer, as it is made of others commonly, still does.
+    """
     if not isinstance(part, torch.optim.Optimizer):
         part.load_state_dict(state)
         return
-    parts = parts_of(part)
-    shared = [(one, name) for one in parts.values() for name in ("state", "param_groups") if _do_share(part, one, name)]
+    parts, held = parts_of(part), state.get(PARTS, {})
+    before = [(one, one.state, one.param_groups, [*one.param_groups]) for one in (*parts.values(), part)]
+    for name in parts.keys() & held.keys():
+        _load_bits(parts[name], held[name])
     _load_bits(part, {name: value for name, value in state.items() if name != PARTS})
-    for name in parts.keys() & state.get(PARTS, {}).keys():
-        one, groups = parts[name], parts[name].param_groups
-        _load_bits(one, {"state": state[PARTS][name], "param_groups": one.state_dict()["param_groups"]})
-        one.param_groups = groups  # which are the whole one's, too
-    for one, name in shared:  # torch has put new ones in their place
-        setattr(one, name, getattr(part, name))
-
-
-def _do_share(optimizer: torch.optim.Optimizer, part: torch.optim.Optimizer, name: str) -> bool:
-    ours, theirs = getattr(optimizer, name), vars(part).get(name)
-    are_equal_lists = isinstance(theirs, list) and [*map(id, ours)] == [*map(id, theirs)]
-    return ours is theirs or are_equal_lists
+    for one, states, groups, each in before:  # the whole one last: what it shares is as its own state has it
+        pairs: list[tuple[Any, Any]] = [(states, one.state), *zip(each, one.param_groups, strict=True)]
+        for old, new in pairs:
+            if new is not old:  # torch has put it in its place
+                old.clear()
+                old.update(new)
+        groups[:] = each
+        vars(one).update(state=states, param_groups=groups)
 
 
 def _load_bits(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from elastic_train.branches import Branches, branches_of
 from elastic_train.errors import UsageError
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.kept import Arguments, KeptStep, load_part, parameters_of, parts_of, state_of
+from elastic_train.training.kept import Arguments, KeptStep, load_part, parameters_of, parts_of
 from elastic_train.training.ratings import Ratings
 from elastic_train.training.reduction import named
 from elastic_train.training.sampler import steps_per_epoch
@@ -206,6 +206,7 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """What `torch.load(weights_only=True)` can read; of a step that has begun nothing, until the optimizer's."""
+        state_of = self.kept.updates.state_of
         model, extras = self.model.state_dict(), {name: state_of(extra) for name, extra in self.extras.items()}
         if self.is_step_open:
             self.kept.buffers.put_into(self.model, model)

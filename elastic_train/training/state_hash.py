@@ -20,7 +20,7 @@ from elastic_train.errors import StatesDiffer, first_line
 from elastic_train.rules import right_hashes
 from elastic_train.training import determinism
 from elastic_train.training.collectives import all_gather
-from elastic_train.training.kept import state_of
+from elastic_train.training.kept import parts_of
 from elastic_train.training.side_thread import SideThread
 from elastic_train.training.state import TrainState, dense_parts
 
@@ -129,10 +129,10 @@ def tensors_of(state: TrainState) -> Iterator[tuple[str, Any]]:
     """
     for name, parameter in _compared(state):
         yield name, parameter.detach()
-    yield from _leaves("optimizer", _held_by(state.optimizer))
+    yield from _leaves("optimizer", state.kept.updates.state_of(state.optimizer))
     for place, extra in state.extras.items():
         if isinstance(extra, torch.optim.Optimizer):
-            yield from _leaves(f"extra {place}", _held_by(extra))
+            yield from _leaves(f"extra {place}", state.kept.updates.state_of(extra))
 
 
 def _compared(state: TrainState) -> Iterator[tuple[str, nn.Parameter]]:
@@ -144,10 +144,6 @@ def _compared(state: TrainState) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in extra.named_parameters() if isinstance(extra, nn.Module) else ():
             if id(parameter) in owned:
                 yield f"extra {place} parameter {name}", parameter
-
-
-def _held_by(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {key: value for key, value in state_of(optimizer).items() if key != "param_groups"}
 
 
 def frozen_of(state: TrainState) -> dict[str, Tensor]:
@@ -162,7 +158,7 @@ def frozen_of(state: TrainState) -> dict[str, Tensor]:
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        for key in value:
+        for key in value.keys() - {"param_groups"}:  # settings, of an optimizer or of one that it is made of
             yield from _leaves(f"{name} {key}", value[key])
     elif isinstance(value, list | tuple):
         for place, entry in enumerate(value):
@@ -221,7 +217,8 @@ def _groups_hash(optimizer: torch.optim.Optimizer) -> int:
     return hash_of_plain(
         [
             {name: _number(value) for name, value in group.items() if name not in NOT_SETTINGS}
-            for group in optimizer.param_groups
+            for one in (optimizer, *parts_of(optimizer).values())
+            for group in one.param_groups
         ]
     )
 

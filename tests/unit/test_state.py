@@ -27,7 +27,7 @@ from elastic_train.training.state import (
     state_sha256,
     total_steps,
 )
-from elastic_train.training.state_hash import hash_of, tensors_of
+from elastic_train.training.state_hash import hash_of, plain_hashes, tensors_of
 from elastic_train.training.step import clip_gradients, train_step
 
 LENGTH, BATCH = 1437, 64
@@ -1013,11 +1013,125 @@ def test_what_an_optimizer_is_made_of_belongs_to_its_state(kind: type[Sam], is_t
     assert other.base_optimizer.param_groups[0]["lr"] == 0.5, "what a scheduler sets reaches it"
 
 
+class Hybrid(torch.optim.Optimizer):
+    """Several, each for some of the parameters, whose groups are its own, as of Muon and Adam."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 0.1})
+        settings = {"lr": 0.1, "momentum": 0.9}
+        self.parts = [torch.optim.SGD([one], **settings) for one in model.parameters()]  # type: ignore[arg-type]
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+class Led(torch.optim.Optimizer):
+    """One whose part has groups of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 1.0})
+        self.inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+class Run:
+    """One whose scheduler changes what the outer optimizer, or its part, is set to."""
+
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 2)
+        self.optimizer: Any
+        if kind in ("hybrid", "led"):
+            self.optimizer = {"hybrid": Hybrid, "led": Led}[kind](self.model)
+            self.parts = self.optimizer.parts if kind == "hybrid" else [self.optimizer.inner]
+        else:
+            self.optimizer = Sam(self.model.parameters(), lr=0.1, momentum=0.9)
+            self.parts = [self.optimizer.base_optimizer]
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.parts[0] if kind == "led" else self.optimizer, 1, 0.5)
+        self.extras: dict[str, Any] = {"scheduler": self.scheduler}
+        whole = self.optimizer
+        if kind == "base among the extras":
+            self.extras["base"] = self.parts[0]
+        elif kind == "whole among the extras":
+            self.extras["whole"], whole = self.optimizer, self.parts[0]
+        self.state = TrainState(
+            self.model, whole, length=64, global_batch_size=4, epochs=9, extras=self.extras
+        )  # fmt: skip
+        self.state.kept.updates.is_needed = True  # as the trainer's hook has it
+
+    def step(self, *, is_committed: bool = True) -> None:
+        self.state.remember()
+        inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(self.state.step))
+        for name in ("first_step", "second_step") if isinstance(self.optimizer, Sam) else ("step",):
+            self.optimizer.zero_grad()
+            self.model(inputs).square().mean().backward()
+            getattr(self.optimizer, name)()
+        self.scheduler.step()
+        if is_committed:
+            self.state.commit(0.0)
+
+    def rates(self) -> list[list[float]]:
+        """By parameter, of the whole one and of its parts."""
+        found = []
+        for optimizers in ([self.optimizer], self.parts):
+            groups = [group for one in optimizers for group in one.param_groups]
+            found.append([group["lr"] for group in groups for _ in group["params"]])
+        return found
+
+
+KINDS = ["hybrid", "led", "sam", "base among the extras", "whole among the extras"]
+
+
+@pytest.mark.parametrize("is_taken_back", [False, True], ids=["saved and loaded", "taken back"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_scheduler_sets_reaches_the_parts_after_a_load_too(kind: str, is_taken_back: bool) -> None:
+    run, straight = Run(kind), Run(kind)
+    for each in (run, straight):
+        for _ in range(2):
+            each.step()
+    if is_taken_back:
+        run.step(is_committed=False)
+        assert run.state.rollback()
+        other = run
+    else:
+        other = Run(kind)
+        load(other.state, deserialize_state(serialize_state(run.state.state_dict()), source="it"), "it")
+    assert other.rates() == straight.rates()
+    assert plain_hashes(other.state) == plain_hashes(straight.state)
+    for each in (other, straight):
+        each.step()
+    assert other.rates() == straight.rates()
+    assert other.rates() == [[1.0 if kind == "led" else 0.0125] * 2, [0.0125] * 2]
+    check_same_bits(dict(tensors_of(other.state)), dict(tensors_of(straight.state)))
+
+
+def test_the_settings_of_a_part_count_and_the_kernel_that_computes_its_step_does_not() -> None:
+    run = Run("led")
+    run.step()
+    found = [(plain_hashes(run.state), hash_of(dict(tensors_of(run.state))))]
+    for name, value in (("foreach", True), ("lr", 0.3)):
+        run.parts[0].param_groups[0][name] = value
+        found.append((plain_hashes(run.state), hash_of(dict(tensors_of(run.state)))))
+    assert found[0] == found[1]
+    assert found[1][0] != found[2][0]
+
+
 def test_what_an_optimizer_saves_itself_is_saved_once() -> None:
     for kind, names in ((Sam, {"base_optimizer.0"}), (Careful, set())):
         state, optimizer = make_sam(kind)
         step_sam(state, optimizer)
         assert state.state_dict()["optimizer"]["made_of"].keys() == names
+
+
+@pytest.mark.parametrize("kind", ["base among the extras", "whole among the extras"])
+def test_what_is_an_extra_too_is_saved_once(kind: str) -> None:
+    saved = Run(kind).state.state_dict()
+    for one in (saved["optimizer"], *saved["extras"].values()):
+        assert not one.get("made_of")
 
 
 def test_the_bits_of_a_part_s_state_are_kept_and_a_state_without_it_loads() -> None:
