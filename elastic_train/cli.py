@@ -243,9 +243,11 @@ def _add_submit(commands: Commands) -> None:
     )
     slurm.add_argument("--name", help="of the run (default: the job's id); in etcd, jobs of one name are one run")
     slurm.add_argument("--etcd", metavar="H1:2379,...", help="meet in etcd, where any node may die (default: c10d)")
-    slurm.add_argument("--etcd-conf", metavar="KEY=VALUE,...", help="of --rdzv-conf: ca, cert, key, user, ...")
+    slurm.add_argument("--etcd-conf", default="", metavar="KEY=VALUE,...", help="of --rdzv-conf: ca, cert, key, ...")
     slurm.add_argument("--run-dir", metavar="PATH", help="on shared storage (default: runs/slurm-ID, here)")
-    slurm.add_argument("--setup", metavar="COMMAND", help="brings torchrun (default: activates this environment)")
+    slurm.add_argument(
+        "--setup", metavar="COMMAND", help="brings torchrun (default: activates this environment; true: nothing)"
+    )
     slurm.add_argument("--workers", type=int, help="of a node (default: one for each GPU that SLURM gives it)")
     for option in SLURM_OPTIONS:
         slurm.add_argument(f"--{option}", metavar="VALUE", help="of sbatch")

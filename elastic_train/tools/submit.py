@@ -19,6 +19,7 @@ SCRIPTS = Path(__file__).parent / "data"
 OWNED_FLAGS = {
     "--run-dir": "it is submit's own: before the --",
     "--fresh": "a job that SLURM starts again would begin anew; give another --run-dir",
+    "--spawn": "torchrun starts the workers of a node: --workers says how many",
 }
 
 
@@ -70,7 +71,7 @@ def write_script(job: SlurmJob) -> str:
         "JOB": job.name,
         "RUN_DIR": job.run_dir,
         "ETCD": job.etcd,
-        "ETCD_CONF": job.etcd_conf,
+        "ETCD_CONF": job.etcd_conf or None,
         "CHECK": None if job.is_checked else "",
         "WORKERS": None if job.workers is None else str(job.workers),
     }

@@ -121,6 +121,7 @@ def test_the_check_is_told_of_snapshots_that_each_node_keeps(nodes: str, is_loca
         (SlurmJob(has_local_snapshots=True, is_checked=False), "--local-snapshots"),
         (SlurmJob(options={"nodes": "3"}), "--sbatch nodes"),
         (SlurmJob(flags=["--fresh"]), "begin anew"),
+        (SlurmJob(flags=["--spawn", "4"]), "--workers says how many"),
         (SlurmJob(flags=["--run-dir=x"]), "--run-dir"),
         (SlurmJob(flags=["--epochz", "3"]), "--epochz"),
         (SlurmJob(flags=["--task", "a:B", "--model", "cnn"]), "--model goes without --task"),
