@@ -24,7 +24,15 @@ from elastic_train.elastic.session import Training
 from elastic_train.elastic.session_steps import SessionSteps
 from elastic_train.elastic.states_check import StateChecks
 from elastic_train.elastic.step_sums import StepSums
-from elastic_train.elastic.whole_steps import ALONE, BatchLoss, Beginning, WholeSteps, stand_in_batch, warm_up
+from elastic_train.elastic.whole_steps import (
+    ALONE,
+    BatchLoss,
+    Beginning,
+    Bystanders,
+    WholeSteps,
+    stand_in_batch,
+    warm_up,
+)
 from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import StepObserver, WorldEnd, WorldEnds, votes_of
 from elastic_train.errors import StatesDiffer, TrainingDiverged
@@ -69,6 +77,7 @@ class Trainer:
         self.last_votes: Votes = NO_VOTES
         """what this rank said in the last step"""
         self.states = StateChecks(worker, membership)
+        self._bystanders = Bystanders(worker, membership)
         self._hints = LoopHints(worker)
         # A SyncBatchNorm would take a sample of the newcomer's into everybody's statistics.
         has_sync = any(isinstance(module, nn.SyncBatchNorm) for module in worker.state.model.modules())
@@ -211,7 +220,7 @@ class Trainer:
             self._require_unbroken,
         )  # fmt: skip
         self._ddp_modules = parallel.made
-        whole = WholeSteps(worker, membership, world, begin, self.states, self._stand_in)
+        whole = WholeSteps(worker, membership, world, begin, self.states, self._stand_in, self._bystanders)
         if self._is_bundled:  # before its first batch
             whole.prepare()
         steps.turn_to_function()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -40,7 +39,7 @@ from elastic_train.training.reduction import (
 )
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
-from elastic_train.training.state_hash import StateComparison, hash_of
+from elastic_train.training.state_hash import StateComparison, hashes_by_name
 from elastic_train.training.step import NO_VOTES, Votes, clip_gradients, drop_gradients, task_loss, train_step
 from elastic_train.world import World
 
@@ -48,8 +47,8 @@ MODEL_ALONE = (
     "training.step trains the model alone: make one module of all that is trained, or loop over training.batches()"
 )
 FROZEN_STEPS = 3
-"""of a world, in which frozen parameters are looked at: in the first one a copy that follows a weight equals it, in the
-second perhaps too, where the learning rate begins at 0"""
+"""of a worker, in which frozen parameters are looked at: in the first one a copy that follows a weight equals it, in
+the second perhaps too, where the learning rate begins at 0"""
 BatchLoss = Callable[[nn.Module, Any], torch.Tensor]
 """(module, batch) -> mean loss over the batch's samples, a scalar"""
 
@@ -87,6 +86,7 @@ class WholeSteps:
         begin: is finished within the first ones.
         states: compares what the ranks have begun with.
         stand_in: makes a batch of one sample, for a rank that has none in a step; its weight is 0.
+        bystanders: the worker's, of all its worlds.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class WholeSteps:
         begin: Beginning,
         states: StateChecks,
         stand_in: Callable[[], Any],
+        bystanders: Bystanders,
     ) -> None:
         self._worker, self._membership, self._world = worker, membership, world
-        self._begin, self._states, self._stand_in = begin, states, stand_in
+        self._begin, self._states, self._stand_in, self._bystanders = begin, states, stand_in, bystanders
         self._reduction: Reduction | None = None
         self._loss: tuple[BatchLoss, Loss] | None = None
-        self._bystanders: Bystanders | None = None
         self._looks = self._has_looked = False
         """for parameters without which no other worker could train with this one"""
 
@@ -110,7 +110,7 @@ class WholeSteps:
         """Make the reduction, if there is none yet; every rank calls it."""
         if self._reduction is None:
             self._looks = is_tried_first(self._worker, self._world)
-            self._bystanders = Bystanders(self._worker, self._world)
+            self._bystanders.begin(self._world)
             self._reduction = _make_reduction(self._worker, self._membership, self._world)
             if self._begin.handover is not None:
                 self._begin.handover.begin()
@@ -142,16 +142,14 @@ class WholeSteps:
         comparison = None if begin.is_handed_over else begin.comparison
         if comparison is not None:
             comparison.begin()
-        if self._bystanders is not None:
-            self._bystanders.note()
+        self._bystanders.note()
         try:
             totals = reduction.run(micro_batches, loss, scale, votes)
         except Exception as error:
             if sockets.is_shut and not is_communication_error(error):  # what it was computed from is garbage
                 raise FormationFailed(f"the process group was broken off: {first_line(error)}") from error
             raise
-        if self._bystanders is not None:
-            self._bystanders.look()
+        self._bystanders.look()
         if self._looks:
             self._look_for_unused(self._worker.state.step + 1)
         self._finish(begin)
@@ -196,33 +194,43 @@ class WholeSteps:
 
 class Bystanders:
     """What the passes of a step must leave alone: parameters that are trained and no part of the model, of which nobody
-    would sum the gradients; and, looked at in a world's first steps, frozen ones, which would move with each pass, so
-    that they depend on how many of them a rank has, and on whether the step is done again."""
+    would sum the gradients; and frozen ones, which would move with each pass, so that they depend on how many of them a
+    rank has, and on whether the step is done again. What a loss does to these does not change with the world: they are
+    looked at in a worker's first steps alone, for a recovery waits for it."""
 
-    def __init__(self, worker: Worker, world: World) -> None:
-        self._state, self._reporter, self._world = worker.state, worker.reporter, world
+    def __init__(self, worker: Worker, membership: Membership) -> None:
+        self._worker, self._state, self._membership = worker, worker.state, membership
         self._is_ordered = worker.config.reduction == "ordered"
+        self._others: list[nn.Parameter] = []
+        self._gradients: list[tuple[Any, int]] = []
+        self._steps_left = FROZEN_STEPS
+        self._tells = False
+        """of frozen ones"""
+        self._hashes: dict[str, list[int]] = {}
+
+    def begin(self, world: World) -> None:
+        """The worker's next world begins."""
         own = {id(parameter) for parameter in self._state.model.parameters()}
         trained = (one for optimizer in self._state.kept.updates.optimizers for one in parameters_of(optimizer))
         self._others = [parameter for parameter in trained if id(parameter) not in own]
-        self._gradients: list[tuple[Any, int]] = []
-        self._steps_left = FROZEN_STEPS
-        self._hashes: dict[str, int] = {}
+        self._tells = self._is_ordered or world.rank == 0
 
     def note(self) -> None:
-        """The passes of a step begin. Blocks for the device in a world's first steps, where something is frozen."""
+        """The passes of a step begin. Blocks for the device in a worker's first steps, where something is frozen."""
         self._gradients = [_version_of(one.grad) for one in self._others]
-        self._hashes = _hashes_of_frozen(self._state) if self._steps_left else {}
+        frozen = _frozen(self._state) if self._steps_left and self._tells else {}
+        self._hashes = hashes_by_name(frozen) if frozen else {}
 
     def look(self) -> None:
         """They are over. Raises: UsageError."""
         if self._gradients != [_version_of(one.grad) for one in self._others]:
             shapes = [str(tuple(one.shape)) for one in self._others if one.grad is not None]
             raise UsageError(f"the loss trains {named(shapes)} beside the model, and {MODEL_ALONE}")
-        if not self._steps_left:
+        self._steps_left = max(0, self._steps_left - 1)
+        if not self._hashes:
             return
-        self._steps_left -= 1
-        now = _hashes_of_frozen(self._state) if self._hashes else {}
+        self._membership.watcher.do(Activity.COMPUTE)  # it waits for nobody
+        now = hashes_by_name(_frozen(self._state))
         changed = [name for name, before in self._hashes.items() if now.get(name, before) != before]
         if not changed:
             return
@@ -231,8 +239,7 @@ class Bystanders:
         cure = "make a buffer of it, or update it after the commit, in a training function of your own"
         if self._is_ordered:
             raise UsageError(f"--reduction ordered: {what}, once in each micro-batch, so the world decides: {cure}")
-        if self._world.rank == 0:
-            self._reporter.warn(f"{what}; in a step that is done again it changes twice: {cure}")
+        self._worker.reporter.warn(f"{what}; in a step that is done again it changes twice: {cure}")
 
 
 def _version_of(gradient: torch.Tensor | None) -> tuple[int, int]:
@@ -240,16 +247,15 @@ def _version_of(gradient: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if gradient is None else (id(gradient), gradient._version)
 
 
-def _hashes_of_frozen(state: TrainState) -> dict[str, int]:
-    """By name, of the model and of modules among the extras; nothing of those that cannot be hashed."""
+def _frozen(state: TrainState) -> dict[str, torch.Tensor]:
+    """By name, parameters of the model and of modules among the extras."""
     modules = {"": state.model} | {f"{name}.": one for name, one in state.extras.items() if isinstance(one, nn.Module)}
-    found = {}
-    for place, module in modules.items():
-        for name, parameter in module.named_parameters():
-            if not parameter.requires_grad:
-                with suppress(Exception):  # of a tensor of its own kind
-                    found[f"{place}{name}"] = hash_of({name: parameter.detach()})
-    return found
+    return {
+        f"{place}{name}": parameter.detach()
+        for place, module in modules.items()
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad
+    }
 
 
 def batch_loss(worker: Worker, stand_in: Callable[[], Any], loss: BatchLoss) -> Loss:

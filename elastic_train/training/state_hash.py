@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -190,6 +192,19 @@ def hash_of(parts: Mapping[str, Any]) -> int:
     return _digest(";".join(text).encode())
 
 
+def hashes_by_name(parts: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Of the bytes of each tensor, but for those that cannot be hashed. Blocks, as `hash_of`, once for a device."""
+    sums: dict[torch.device, dict[str, list[Tensor]]] = {}
+    for name, tensor in parts.items():
+        with suppress(Exception):  # of a tensor of its own kind
+            sums.setdefault(tensor.device, {})[name] = _sums_there([*dense_parts(tensor)], tensor.device)
+    found: dict[str, list[int]] = {}
+    for here in sums.values():
+        numbers = iter(torch.stack([one for several in here.values() for one in several]).tolist())
+        found |= {name: [*islice(numbers, len(several))] for name, several in here.items()}
+    return found
+
+
 def hash_of_plain(state: Any) -> int:
     """A hash of 64 bits over what is neither a tensor nor an object of its own kind in a state dict, such as counters
     and best values."""
@@ -243,9 +258,14 @@ def _digest(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
-@torch.no_grad()
 def _sums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
-    """One number for each chunk. Chunks lie within a tensor; what is left at their ends is packed into more of them."""
+    return [int(one) for one in torch.stack(_sums_there(tensors, device)).tolist()]
+
+
+@torch.no_grad()
+def _sums_there(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """One number for each chunk, on the device. Chunks lie within a tensor; what is left at their ends is packed into
+    more of them."""
     size = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"])
     factors = _factors(size // 4, device)
     room = torch.empty_like(factors)
@@ -274,7 +294,7 @@ def _sums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
             num_left = 0
     if rest:
         add(_packed(rest, padding))
-    return [int(one) for one in torch.stack(sums).tolist()]
+    return sums
 
 
 @cache

@@ -1031,7 +1031,8 @@ def whole_steps(
     nothing: Any = None
     membership: Any = SimpleNamespace(sockets=sockets, watcher=SimpleNamespace(do=do))
     worker: Any = SimpleNamespace(config=parse([]), state=SimpleNamespace(optimizer=None))
-    steps = WholeSteps(worker, membership, nothing, begin, StateChecks(worker, membership), nothing)
+    bystanders: Any = SimpleNamespace(note=lambda: None, look=lambda: None)
+    steps = WholeSteps(worker, membership, nothing, begin, StateChecks(worker, membership), nothing, bystanders)
     steps._reduction = inner
     return steps
 

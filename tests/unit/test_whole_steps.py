@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from elastic_train.elastic import whole_steps
 from elastic_train.elastic.own_parallel import Wrapped
 from elastic_train.errors import UsageError
+from elastic_train.rules import Activity
 from elastic_train.training.kept import KeptStep
+from elastic_train.world import World
+from tests.unit.test_liveness import make_member
 from tests.unit.test_loop import WORLD, Watched, make_loop, steps
 
 
@@ -68,6 +73,47 @@ def test_a_frozen_parameter_that_is_left_alone(reduction: str) -> None:
     loop, _, told = make_loop(task, reduction=reduction, virtual_ranks=1)
     loop.run(WORLD, steps(task))
     assert told == ["step", "step"]
+
+
+@pytest.mark.parametrize("reduction", ["ordered", "fast"])
+def test_frozen_parameters_are_looked_at_in_a_worker_s_first_steps_alone(
+    reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each later world begins with a recovery, which would take as much longer as they are large. It is this rank's own
+    work, for which the limit of a sum may be too short."""
+    done: list[str] = []
+    hashes_by_name = whole_steps.hashes_by_name
+
+    def noting(parts: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
+        assert parts.keys() == {"key.weight", "key.bias"}
+        done.append("hash")
+        return hashes_by_name(parts)
+
+    monkeypatch.setattr(whole_steps, "hashes_by_name", noting)
+    task = Momentum(moves=False)
+    loop, state, told = make_loop(task, reduction=reduction, virtual_ranks=1)
+    task.watcher.do = lambda activity, *_limit: done.append(activity)
+    found = []
+    for generation in range(2):
+        state.last_step = 4 * generation + 4
+        loop.run(replace(WORLD, generation=generation), steps(task) * 2)
+        assert all(done[place - 1] == Activity.COMPUTE for place, what in enumerate(done) if what == "hash")
+        found.append(done.count("hash"))
+        done.clear()
+    assert found == [6, 0]
+    assert told == ["step"] * 8
+
+
+def test_what_nobody_would_tell_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fast reduction rank 0 warns for all."""
+    looked = []
+    monkeypatch.setattr(whole_steps, "hashes_by_name", looked.append)
+    loop, _, _ = make_loop(Momentum(moves=True))
+    bystanders = loop._bystanders
+    bystanders.begin(World(rank=1, generation=0, members=(make_member(0), make_member(1))))
+    bystanders.note()
+    bystanders.look()
+    assert looked == []
 
 
 def make_towers(loss: Callable[[nn.Module, nn.Module, Any], torch.Tensor]) -> tuple[Any, Any, nn.Module]:
