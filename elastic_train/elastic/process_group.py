@@ -249,9 +249,9 @@ def is_communication_error(error: BaseException) -> bool:
 @contextmanager
 def lost_peers_told(sockets: GroupSockets) -> Iterator[None]:
     """The code that is trained runs inside the block. It may catch the error of a lost peer and raise one of its own,
-    or use what it is given as nobody else would: that is no error of its own. Where NCCL's group was broken off, it may
-    have looked at garbage, as all who are left. A bug shows again when the step is redone. Raises: FormationFailed,
-    then."""
+    or use what it is given as nobody else would: that is no error of its own. Where the group was broken off, it may
+    have looked at NCCL's garbage, or gone on without its step, as all who are left. A bug shows again when the step is
+    redone. Raises: FormationFailed, then."""
     try:
         yield
     except Exception as error:
@@ -259,7 +259,7 @@ def lost_peers_told(sockets: GroupSockets) -> Iterator[None]:
         if is_ours or is_communication_error(error):  # it says what it is, whatever it came after
             raise
         require_sound()
-        if sockets.has_nccl and sockets.is_shut:
+        if sockets.is_shut:
             raise FormationFailed(f"the process group was broken off: {first_line(error)}") from error
         cause = next(filter(is_communication_error, _behind(error)), None)  # of a collective of the function's own
         if cause is None:

@@ -21,6 +21,9 @@ class AveragedWeights:
         self.model = copy.deepcopy(model).requires_grad_(False)
         """the averaged model, for evaluation"""
         self._decay = decay
+        self._parameters = list(self.model.parameters())
+        self._floats = [place for place, one in enumerate(self._parameters) if one.is_floating_point()]
+        self._narrow = [place for place in self._floats if _is_narrow(self._parameters[place])]
         self._wide: dict[int, torch.Tensor] = {}
         """in float32, by their place, the averages of trained parameters of 16 bits, which would round each move away;
         the model has them rounded"""
@@ -28,13 +31,11 @@ class AveragedWeights:
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """`model` has committed a step."""
-        ours, theirs = list(self.model.parameters()), [one.detach() for one in model.parameters()]
-        for place, (average, weight) in enumerate(zip(ours, model.parameters(), strict=True)):
-            if weight.requires_grad and _is_narrow(average) and place not in self._wide:
-                self._wide[place] = average.float()
-        floats = [
-            place for place, average in enumerate(ours) if average.is_floating_point() and place not in self._wide
-        ]
+        ours, theirs = self._parameters, list(model.parameters())
+        for place in self._narrow:
+            if theirs[place].requires_grad and place not in self._wide:
+                self._wide[place] = ours[place].float()
+        floats = [place for place in self._floats if place not in self._wide] if self._wide else self._floats
         if floats:
             torch._foreach_lerp_([ours[i] for i in floats], [theirs[i] for i in floats], 1.0 - self._decay)
         for place, wide in self._wide.items():  # one by one: there is a copy of each, and not of all
@@ -57,15 +58,14 @@ class AveragedWeights:
         """Of `state_dict`, or the model's own."""
         self._wide.clear()
         self.model.load_state_dict(state_dict)
-        ours = list(self.model.parameters())
         for name, place in self._places():
             given = state_dict.get(name)
-            if given is not None and _is_narrow(ours[place]) and not _is_narrow(given):
-                self._wide[place] = given.to(ours[place].device, torch.float32, copy=True)
+            if given is not None and place in self._narrow and not _is_narrow(given):
+                self._wide[place] = given.to(self._parameters[place].device, torch.float32, copy=True)
 
     def _places(self) -> Iterator[tuple[str, int]]:
         """Of the parameters, by name; a tied one has several."""
-        places = {id(parameter): place for place, parameter in enumerate(self.model.parameters())}
+        places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         return ((name, places[id(one)]) for name, one in self.model.named_parameters(remove_duplicate=False))
 
 

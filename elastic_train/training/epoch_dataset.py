@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import getattr_static
+from inspect import getattr_static, signature
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,8 +33,9 @@ class EpochDataset(Dataset[Any]):
     these generators seeded by (seed, epoch, the micro-batch's first index). A TensorDataset with the default collate
     gives the same batch without going through its items.
 
-    A method `set_epoch(epoch)` of the data set is called before the first micro-batch of an epoch, in every process
-    that reads one: what a training function calls reaches none that runs already. What it draws is the same in each.
+    A method `set_epoch` of the data set that takes one argument is called before the first micro-batch of an epoch, in
+    every process that reads one: what a training function calls reaches none that runs already. What it draws is the
+    same in each.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any] = default_collate) -> None:
@@ -49,7 +50,7 @@ class EpochDataset(Dataset[Any]):
         if type(dataset) is TensorDataset and collate is default_collate:
             self._gather = self._select
         set_epoch = getattr(dataset, "set_epoch", None)
-        self._set_epoch: Callable[[int], Any] | None = set_epoch if callable(set_epoch) else None
+        self._set_epoch: Callable[[int], Any] | None = set_epoch if _takes_one(set_epoch) else None
         self._epoch: int | None = None
         self._seed = seed
         self._draws_nothing = self._gather is not None and type(dataset) in _WITHOUT_DRAWS
@@ -109,3 +110,16 @@ def length_of(dataset: Dataset[Any]) -> int:
 def as_fetched(fetched: T) -> T:
     """The `collate_fn` for a DataLoader over `EpochDataset`, which has already made the batch."""
     return fetched
+
+
+def _takes_one(method: Any) -> bool:
+    """Whether it can be called with one argument, as far as can be seen."""
+    if not callable(method):
+        return False
+    try:
+        signature(method).bind(0)
+    except TypeError:
+        return False
+    except ValueError:  # written in C, it has no signature
+        return True
+    return True

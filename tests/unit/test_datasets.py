@@ -242,6 +242,14 @@ class TestEpochDataset:
         assert torch.equal(images, data.train.gather(torch.tensor([4, 2, 9]), 6)[0])
         assert torch.equal(labels, data.train.labels[[4, 2, 9]])
 
+    def test_a_set_epoch_that_takes_more_than_the_epoch_is_the_functions_own(self) -> None:
+        class Sized(TensorDataset):
+            def set_epoch(self, epoch: int, size: int) -> None:
+                raise AssertionError("nobody knows the size")
+
+        [(_, (indices,))] = read(Sized(torch.arange(8)), 1, [[3, 5]])
+        assert indices.tolist() == [3, 5]
+
     def test_items_do_not_depend_on_batch_worker_or_history(self) -> None:
         torch.manual_seed(0)
         expected = {}

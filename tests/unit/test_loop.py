@@ -203,7 +203,6 @@ def test_what_own_code_makes_of_garbage_is_no_error_of_its_own(fails: str, is_br
     def train(training: Any) -> None:
         next(iter(training.batches()))
         if is_broken_off:
-            loop._membership.sockets.has_nccl = True
             loop._membership.sockets.shut()
         if fails == "exits":
             sys.exit(1)
