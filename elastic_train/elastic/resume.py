@@ -160,7 +160,8 @@ class Resume:
         if logged_step < steps[source]:
             if world.rank == source:
                 worker.reporter.write_missing_commits(state, logged_step)
-            barrier()  # nobody goes on from a step whose event is not there: who is to write it may die
+            with state.lock.released() if had_state else nullcontext():
+                barrier()  # nobody goes on from a step whose event is not there: who is to write it may die
         sync_from_freshest(state, world, steps, check, lambda: worker.reach("send", world), others)
         self.holding = Holding.STATE
         if world.rank == source and others:

@@ -193,8 +193,10 @@ class Reporter:
         if not path.exists():
             return None
         before = self._first_step - 1  # when its world began, all that was committed had been written down
-        steps = (int(line["step"]) for line in newest_first(path) if line.get("event") == "step")
-        return max(next(steps, before), before)
+        newest = next((line for line in newest_first(path) if line.get("event") == "step"), None)
+        if newest is None or newest["generation"] != self._world.generation:
+            return before  # a state that was restored may be of an earlier step than the file's last line
+        return max(int(newest["step"]), before)
 
     def write_missing_commits(self, state: TrainState, logged: int) -> None:
         """Write the events of committed steps above `logged`, for a rank 0 that died before it could.

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +95,25 @@ def test_a_line_that_comes_long_after_its_commit_says_by_how_much(
     lines = [strictly(line) for line in only_file(tmp_path / "events").read_text().splitlines()]
     late = [(line["step"], line.get("late_seconds")) for line in lines if line["event"] == "step"]
     assert late == [(6, pytest.approx(11.1)), (7, pytest.approx(11.05)), (7, None)]
+
+
+def test_what_was_written_before_a_restore_says_nothing_of_the_steps_after_it(tmp_path: Path) -> None:
+    """They may have the same numbers."""
+    made = Reporter(
+        events=event_log(tmp_path / "events"), ledger=None, tensorboard_dir=tmp_path, wants_bar=False, debug=False
+    )
+    me = replace(MEMBERS[0], host="node", local_rank=1, pid=os.getpid())
+    state: Any = SimpleNamespace(step=99, last_commits=[{"step": 100, "loss": 0.5, "generation": 0}], is_finished=True)
+    made.enter(World(0, 0, (me,)), state)
+    made.write_missing_commits(state, 99)
+    assert made.last_logged_step() == 100
+    state.step = 80  # a snapshot was restored
+    made.enter(World(0, 1, (me,)), state)
+    assert made.last_logged_step() == 80
+    state.step, state.last_commits = 81, [{"step": 81, "loss": 0.5, "generation": 1}]
+    made.write_missing_commits(state, 80)
+    assert made.last_logged_step() == 81
+    made.close()
 
 
 @pytest.mark.parametrize(("loss", "told"), [(None, "loss=unknown"), (0.5, "loss=0.5000")])
