@@ -186,18 +186,16 @@ class Joins:
         """whether the present world ends for newcomers for whom nothing is prepared"""
         self._absent: tuple[Member, ...] = ()
         """newcomers that did not answer when they were invited: left out of the next plan where others are ready"""
-        self.admissible: Callable[[World, list[tuple[Member, ...]]], list[tuple[Member, ...]]] = lambda _world, nodes: (
-            nodes
-        )
+        self.admissible: Callable[[World, list[Node]], list[Node]] = lambda _world, nodes: nodes
         """those of some nodes that are ready which need not wait for anything else"""
-        self.is_tried_first: Callable[[World], bool] = lambda _world: False
-        """whether it takes a first step to know if others can train in this world"""
+        self.why_closed_in: Callable[[World], str | None] = lambda _world: None
+        """why nobody can be admitted to a world that begins, "" where it takes a first step to know"""
         self.why_closed: str | None = None
         """why nobody can be admitted to the present world, "" until that is known; the training thread sets it"""
 
     def enter(self, world: World) -> None:
         """This worker is a member of `world` from now on."""
-        self.why_closed = "" if self.is_tried_first(world) else None
+        self.why_closed = self.why_closed_in(world)
         self._plan, self._num_failed_plans, self._admits, self._has_said_now, self._world = None, 0, (), False, world
         self._absent = ()
         self.keep_preparation(world)
@@ -271,13 +269,15 @@ class Joins:
             for node in nodes if why else ():
                 self.news.tell_once(node, why)
             nodes = []
-        nodes = [node for node in nodes if without_nodes_of(self._absent, node)] or nodes
-        back = [node for node in nodes if node[0].node in inside]  # to others of their nodes, which take no more room
-        new = [node for node in nodes if node[0].node not in inside]
-        room = self._room(world, len(new))
-        for node in new[room:]:
-            self.news.tell_no_room(node, len(inside), self._max_nodes)
-        ready = tuple(member for node in (*back, *new[:room]) for member in node)
+        for chosen in ([node for node in nodes if without_nodes_of(self._absent, node)], nodes):
+            back = [node for node in chosen if node[0].node in inside]  # to others of their nodes, which needs no room
+            new = [node for node in chosen if node[0].node not in inside]
+            room = self._room(world, len(new))
+            for node in new[room:]:
+                self.news.tell_no_room(node, len(inside), self._max_nodes)
+            ready = tuple(member for node in (*back, *new[:room]) for member in node)
+            if ready:  # else those are tried again that were absent
+                break
         uids, now = tuple(member.uid for member in ready), self._around.monotonic()
         if uids != self._ready[0]:
             self._ready = (uids, now)

@@ -30,7 +30,7 @@ from elastic_train.elastic.ring import Ring, RingParts
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.trainer import Program, Trainer
-from elastic_train.elastic.whole_steps import is_tried_first
+from elastic_train.elastic.whole_steps import why_closed_in
 from elastic_train.elastic.worker import Worker, build
 from elastic_train.elastic.world_report import WorldReport
 from elastic_train.errors import (
@@ -284,7 +284,7 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
             finally:
                 worker.state.lock.let_go()
 
-    membership.joins.is_tried_first = partial(is_tried_first, worker)
+    membership.joins.why_closed_in = partial(why_closed_in, worker)
     if worker.config.quarantine == "on":
         membership.joins.admissible = Quarantined(
             lambda: worker.state if resume.has_state else None, worker.reporter.warn, membership.joins.news.tell

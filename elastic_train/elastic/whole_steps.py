@@ -273,6 +273,12 @@ def is_tried_first(worker: Worker, world: World) -> bool:
     return is_alone and trains and waits_for_all(worker.config)
 
 
+def why_closed_in(worker: Worker, world: World) -> str | None:
+    """Why this worker admits nobody to a world that it has alone; "" until a step has shown whether it can."""
+    why = why_alone(worker.state.model) if world.world_size == 1 else None
+    return why or ("" if is_tried_first(worker, world) else None)
+
+
 def waits_for_all(config: Config) -> bool:
     """Whether DDP waits for a gradient of every parameter in every step."""
     return config.reduction == "fast" and not (config.find_unused_parameters or config.static_graph)

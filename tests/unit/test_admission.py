@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from elastic_train.config import Config
 from elastic_train.elastic.barriers import Surroundings
 from elastic_train.elastic.joins import SETTLE_SECONDS
 from elastic_train.elastic.membership import Membership
-from elastic_train.elastic.whole_steps import is_tried_first
+from elastic_train.elastic.whole_steps import is_tried_first, why_closed_in
 from elastic_train.protocol import join_queue
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.plan import Plan
@@ -168,7 +170,7 @@ def test_until_a_world_of_one_has_done_a_step_whoever_comes_waits_and_is_told_no
             here.joins.consider(world)
             clock.now += 2 * SETTLE_SECONDS
 
-    here.joins.is_tried_first = lambda entered: entered is world
+    here.joins.why_closed_in = lambda entered: "" if entered is world else None
     here.joins.enter(world)
     look_for_long()
     assert here.joins.vote() == 0
@@ -215,3 +217,35 @@ def test_which_world_has_to_try_first(
 ) -> None:
     worker: Any = SimpleNamespace(config=Config(**flags), launch=SimpleNamespace(is_open=is_open))
     assert is_tried_first(worker, World(0, 0, members)) is is_tried
+
+
+@pytest.mark.parametrize("flags", [{}, {"find_unused_parameters": True}], ids=["", "unused parameters"])
+def test_a_model_on_several_devices_admits_nobody(flags: dict[str, Any]) -> None:
+    """By fakes: a second worker would end the job, which works."""
+    parts = [SimpleNamespace(device=torch.device("cuda", number)) for number in range(2)]
+    model = SimpleNamespace(parameters=lambda: iter(parts))
+    launch = SimpleNamespace(is_open=True)
+    worker: Any = SimpleNamespace(config=Config(**flags), launch=launch, state=SimpleNamespace(model=model))
+    alone = World(0, 0, (member(0),))
+    here, clock, _ = newcomers(member(1), agreement={})
+    told: list[str] = []
+    here.joins.news.tell = lambda _node, why: told.append(why)  # type: ignore[method-assign]
+    here.joins.why_closed_in = partial(why_closed_in, worker)
+    here.joins.enter(alone)
+    for _ in range(3):
+        here.joins.consider(alone)
+        here.joins.follow_vote(alone, 0)
+        clock.now += 2 * SETTLE_SECONDS
+    assert here.joins.vote() == 0
+    assert told == ["the model has parts on cuda:0 and cuda:1: train it in one worker, or put all parts on one device"]
+
+
+def test_who_was_absent_is_tried_again_where_nobody_else_has_room() -> None:
+    """It comes back to a node that is inside; the other one is a node too many."""
+    back, other = replace(member(2), host=member(0).host), member(1)
+    here, clock, world = newcomers(other, back, agreement={})
+    here.joins._absent, here.joins._max_nodes = (back,), 1
+    for _ in range(2):
+        here.joins.consider(world)
+        clock.now += 2 * SETTLE_SECONDS
+    assert [one.uid for one in here.joins._admits] == [back.uid]
