@@ -125,7 +125,7 @@ def test_flags_after_the_dashes_are_the_workers(tmp_path: Path) -> None:
         (("--faults", "earthquake"), "no 'earthquake'"),
         (("--faults", "partition"), "needs network namespaces"),
         (("--scenario", "x.toml", "--every", "5"), "goes without"),
-        (("--faults", ""), "--faults: no ''"),
+        (("--faults", ""), "--faults has no value"),
         (("--", "--task", "nosuch:Task"), "no module named nosuch"),
         (("--", "--task", "tests.unit.test_tasks:_Flagged", "--height", "7"), "unrecognized arguments: --height 7"),
         (("--faults", "kill,kill-etcd"), "kill-etcd: goes with --backend etcd3 only"),
