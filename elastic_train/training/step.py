@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from elastic_train.errors import TrainingDiverged, UsageError, first_line
+from elastic_train.training.kept import parameters_of
 from elastic_train.training.reduction import Loss, Reduction, Share, StepTotals, freeze_statistics
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
@@ -107,9 +108,8 @@ def clip_gradients(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScale
     in units of the loss, whatever the scaler has made of it."""
     if scaler is not None:
         scaler.unscale_(optimizer)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with one_thread():  # ranks of machines with other numbers of cores would round the norm differently
-        nn.utils.clip_grad_norm_(parameters, max_norm)
+        nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm)
 
 
 @contextmanager
