@@ -66,9 +66,11 @@ class EarlierRun:
         use_interface_of(membership.address[0])
         self._is_first_round = membership.job.is_first
         is_fresh = config.fresh and self._back is None
-        if is_fresh and self._is_first_round and launch.restart_count == 0:
+        # Others may have begun since the first look: what they write must not be moved away.
+        is_running = is_fresh and not (self._is_first_round and membership.published("run_uid") is None)
+        if is_fresh and not is_running and launch.restart_count == 0:
             self._fresh_record = self._start_anew()
-        elif is_fresh and not self._is_first_round and launch.local_rank == 0:
+        elif is_running and launch.local_rank == 0:
             worker.reporter.log("--fresh: a job is running here already: this node joins it, and moves nothing aside")
         # Who comes to others that have the state needs none of a bucket, which may be out of reach just then.
         self._look(is_needed=self._back is None and membership.published("run_uid") is None)

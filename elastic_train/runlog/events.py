@@ -67,6 +67,16 @@ class JsonLines:
             self.close()
             write_line(f"warning: {self.path} is given up: {error.strerror}; training goes on")
 
+    def is_elsewhere(self) -> bool:
+        """Whether the file that lines go to is no longer at its path: it was moved or removed."""
+        with self._lock:
+            try:
+                return self._fd is not None and not os.path.samestat(os.fstat(self._fd), self.path.stat())
+            except FileNotFoundError:
+                return True
+            except OSError:  # it cannot be told: a write will
+                return False
+
     def close(self) -> None:
         with self._lock:
             if self._fd is not None:
@@ -103,7 +113,10 @@ class EventLog:
         """of hosts that this run keeps waiting: lines have those that are not over (`until`, Unix seconds)"""
 
     def enter(self, world: World) -> None:
-        """From now on lines carry this world's rank, sizes and generation."""
+        """From now on lines carry this world's rank, sizes and generation. They go into the run directory as it is
+        now: a member that was started with --fresh may have moved aside what this worker had written before."""
+        if self._lines.is_elsewhere():
+            self.begin_again()
         self._rank, self._world_size, self._generation = world.rank, world.world_size, world.generation
         self._nodes = {"nodes": world.num_training_nodes}
         if num_spare := world.num_nodes - world.num_training_nodes:

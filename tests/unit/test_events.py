@@ -320,6 +320,21 @@ def test_a_file_whose_folder_was_removed_is_begun_again(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 2
 
 
+def test_a_world_s_events_go_where_the_run_directory_is_now(tmp_path: Path) -> None:
+    """Two nodes start together, one of them with --fresh, which moves aside what the other one has written."""
+    log = EventLog(tmp_path / "events", host="a", local_rank=0, rank=0, world_size=1)
+    log.enter(WORLD)  # nothing is written yet, and so nothing is moved
+    log.write("start", device="cpu")
+    log.enter(WORLD)
+    (tmp_path / "events").rename(tmp_path / "moved")
+    log.enter(WORLD)
+    log.write("restore")
+    log.enter(WORLD)
+    log.close()
+    [path] = (tmp_path / "events").iterdir()
+    assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["start", "restore"]
+
+
 def test_a_disk_that_fills_up_within_a_line_spoils_only_that_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
