@@ -102,6 +102,13 @@ class Barriers:
             require_whole(self._watcher)
             self._around.sleep(min(seconds, 0.05))
 
+    def is_begun(self, world: World) -> bool:
+        """Whether a member that needs no more nodes, for its training is through, goes on in `world`, or has."""
+        with suppress(*NOBODY_THERE):  # who lives is for the watcher to tell
+            is_over = self._job.heard(world, "finished") is not None
+            return is_over or len(self._job.not_ready(world)) < world.world_size
+        return False
+
     def stand_by(self, world: World) -> str | None:
         """Wait, as a spare of `world`, until it ends. Returns what `announce_finished` was given; None where a member
         was lost or left and the others agree on the next world.

@@ -148,6 +148,9 @@ class Stages:
         self._failure, self._result, self._has_formed = None, None, False
         if world.num_nodes < world.min_nodes and not self._worker.state.is_finished:
             return Stage.WAIT
+        return self._begin(world)
+
+    def _begin(self, world: World) -> Stage:
         self.is_inside = True
         self._worker.set_environment(world)
         self._parts.trainer.step_started = self._clock()
@@ -166,9 +169,11 @@ class Stages:
         worker.state.clock.count_nodes(world.num_nodes)
         self._parts.files.hold_bucket(world, has_state=self._parts.resume.has_state)
         try:
-            wait_for_nodes(
+            is_joined = wait_for_nodes(
                 world, self._membership, limit, self._waits_until, worker.stop.check, self._clock, self._sleep
             )
+            if not is_joined:
+                return self._begin(world)
             with self._waiting():
                 following, later = self._membership.next_world(world, has_formed=True)
         except Stopped:

@@ -214,11 +214,14 @@ def wait_for_nodes(
     check: Callable[[], None],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> None:
+) -> bool:
     """Fewer nodes than --min-nodes: wait, without training, until some are ready to be admitted.
 
     Args:
         seconds: that are waited in all, until `deadline`.
+
+    Returns:
+        Whether some are. Else this world is begun as it is, by a member that was ahead by the last step.
 
     Raises:
         Stopped: as `check`. FormationFailed: none came before the deadline. What ended the watcher's thread: LeftOut
@@ -229,7 +232,9 @@ def wait_for_nodes(
         check()
         membership.watcher.thread.check()
         if membership.can_admit:
-            return
+            return True
+        if membership.barriers.is_begun(world):
+            return False
         if clock() >= deadline:
             break
         sleep(LOOK_SECONDS)

@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from elastic_train.branches import BRANCH, Branch
+from elastic_train.elastic.barriers import Barriers, Surroundings, Waits
 from elastic_train.errors import FormationFailed, Refused, StoreUnreachable
 from elastic_train.protocol import known_worlds
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, LeftBehind, Liveness, Presence, Wait
@@ -284,6 +285,26 @@ def test_the_watcher_waits_for_no_call_of_the_training_thread(request: pytest.Fi
     tending.join()
     job.close(None)
     assert not has_waited
+
+
+def test_who_is_ready_for_a_world_is_seen_by_those_who_are_not(form: Form) -> None:
+    jobs, worlds = begin(form)
+    assert [job.not_ready(world) for job, world in zip(jobs, worlds, strict=True)] == [(0, 1, 2)] * 3
+    jobs[2].say_ready(worlds[2])
+    assert [job.not_ready(world) for job, world in zip(jobs, worlds, strict=True)] == [(0, 1)] * 3
+
+
+@pytest.mark.parametrize("says", ["nothing", "ready", "finished"])
+def test_a_world_is_begun_where_a_member_is_ready_for_it_or_has_finished(form: Form, says: str) -> None:
+    jobs, worlds = begin(form)
+    if says == "ready":
+        jobs[2].say_ready(worlds[2])
+    if says == "finished":
+        jobs[2].announce(worlds[2], "finished", "{}")
+    limits, nobody = Waits(10.0, 10.0, 10.0), cast("Any", None)
+    barriers = [Barriers(job, nobody, limits, Surroundings(), lambda: None) for job in jobs]
+    found = [says != "nothing"] * 3
+    assert eventually(form, lambda: [one.is_begun(world) for one, world in zip(barriers, worlds, strict=True)] == found)
 
 
 def test_a_job_is_closed_whose_store_is_gone() -> None:

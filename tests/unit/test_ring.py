@@ -142,6 +142,7 @@ class Fake:
                 wait_for_workers=noting("wait for workers"),
                 wait_for_left_out=noting("wait for left out"),
                 stand_by=noting("stand by"),
+                is_begun=lambda _world: False,
             ),
             survivors=SimpleNamespace(judge_own=noting("judge", Failure.OWN)),
             next_world=self.next_world,
@@ -458,6 +459,26 @@ def test_who_waits_for_nodes_notices_that_its_watcher_has_ended() -> None:
     with pytest.raises(LeftOut, match="the job is over"):
         ring.run()
     assert fake.now < 3.2, "it waits no longer"
+
+
+@pytest.mark.parametrize(("world", "stage"), [(PAIR, "form"), (SPARE, "stand by")], ids=["a worker", "a spare"])
+def test_who_waits_for_nodes_goes_on_with_one_whose_training_is_through(world: World, stage: str) -> None:
+    """A death in the last step's reduction: it has ended on one survivor, who needs no more nodes, and not here."""
+    few = replace(world, members=tuple(replace(member, min_nodes=3) for member in world.members), uid="few")
+    fake = Fake(train=[LOST], agree=[(few, Change())])
+    ring = fake.ring()
+    membership: Any = ring._stages._membership
+    membership.can_admit = False
+    membership.barriers.is_begun = lambda world: world is few and fake.now > 3.0
+
+    def sleep(seconds: float) -> None:
+        fake.now += seconds
+
+    ring._stages._sleep = sleep
+    assert ring.run() == 0
+    assert f"wait -> {stage}" in fake.stages
+    assert fake.now < 3.2
+    assert "few" in fake.environments
 
 
 def test_a_world_that_trains_ends_the_wait_for_nodes() -> None:
