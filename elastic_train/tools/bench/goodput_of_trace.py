@@ -2,8 +2,9 @@
 
 Three nodes of this machine train the bundled digits at a pace that leaves a core idle, as a GPU would. Every twenty
 seconds one of them, drawn by a seed, is killed (SIGKILL to all of its processes) and started again five seconds later.
-Goodput is what the kept steps take undisturbed, in terms of the wall: the nodes are started one after the other, and a
-step of each world size is timed before the next one comes. A step that is lost and computed again counts once.
+Goodput is what the kept steps take undisturbed, in terms of the wall. Undisturbed are those while no node starts and
+none dies: all along the run, for a machine's pace changes with its neighbours. A step that is lost and computed again
+counts once.
 
 The rivals are told of in rivals.py: torchrun's restarts with the shortest timeouts that survive this, its store off the
 nodes, and torchft. Each row compares ours with the promised limit or with a rival.
@@ -12,12 +13,15 @@ nodes, and torchft. Each row compares ours with the promised limit or with a riv
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import random
 import shutil
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +29,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from elastic_train.runlog.reader import newest_first
 from elastic_train.tools.audit.history import read_history
+from elastic_train.tools.audit.lives import Step
 from elastic_train.tools.audit.record import PACE_VARIABLE
 from elastic_train.tools.bench import table
 from elastic_train.tools.bench.table import BenchRow
@@ -48,7 +53,7 @@ BACK_AFTER = 5.0
 """seconds from a death to the start of the node that replaces it"""
 START_SECONDS = 120.0
 UNDISTURBED_SECONDS = 8.0
-"""in which steps of each world size are timed"""
+"""of each world size before the first death"""
 LIMIT = 0.97
 
 
@@ -59,6 +64,15 @@ class Trace:
     seconds: float
     every: float
     """seconds, from one death to the next"""
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """A time, in Unix seconds, in which a world of this size has no node that starts or dies."""
+
+    size: int
+    since: float
+    until: float
 
 
 THOROUGH = Trace(120.0, 20.0)
@@ -202,7 +216,7 @@ def measure(contender: Contender, trace: Trace) -> float:
     pace.write_text(str(SECONDS_PER_SAMPLE))
     environment = clean_environment() | {PACE_VARIABLE: str(pace)}
     nodes: dict[int, Node] = {}
-    step_seconds: dict[int, float] = {}
+    quiet: list[Quiet] = []
     with ExitStack() as ends:
         ends.callback(contender.close)
         contender.start()
@@ -215,27 +229,41 @@ def measure(contender: Contender, trace: Trace) -> float:
             start(number)
             size = number + 1
             wait_for_world(run_dir, size)
-            since = time.time()
+            quiet.append(Quiet(size, time.time(), time.time() + UNDISTURBED_SECONDS))
             time.sleep(UNDISTURBED_SECONDS)
-            times = [step.time for step in read_history(run_dir).kept if step.time > since and step.world_size == size]
-            step_seconds[size] = (times[-1] - times[0]) / (len(times) - 1)
         began = time.time()
         for cycle in range(round(trace.seconds / trace.every)):
-            sleep_until(began + cycle * trace.every)
+            killed_at = began + cycle * trace.every
+            back_at = killed_at + BACK_AFTER
+            sleep_until(killed_at)
             tell_of_ends(contender, nodes)
             victim = chance.randrange(NUM_NODES)
             kill_at_once([nodes[victim]])
-            sleep_until(began + cycle * trace.every + BACK_AFTER)
+            quiet.append(Quiet(NUM_NODES - 1, killed_at, back_at))
+            sleep_until(back_at)
             start(victim)
+            quiet.append(Quiet(NUM_NODES, back_at, killed_at + trace.every))  # it is whole once that one is here
         sleep_until(began + trace.seconds)
         tell_of_ends(contender, nodes)
     history = read_history(run_dir)
     kept = [step for step in history.kept if began < step.time <= began + trace.seconds]
+    step_seconds = undisturbed(history.kept, quiet)
     goodput = sum(step_seconds[step.world_size] for step in kept) / trace.seconds
-    undisturbed = ", ".join(f"{seconds * 1e3:.1f} ms with {size}" for size, seconds in step_seconds.items())
-    told = f"{contender.name}: {goodput:.3f}; undisturbed a step takes {undisturbed}"
-    print(told, file=sys.stderr, flush=True)
+    alone = ", ".join(f"{seconds * 1e3:.1f} ms with {size}" for size, seconds in step_seconds.items())
+    print(f"{contender.name}: {goodput:.3f}; undisturbed a step takes {alone}", file=sys.stderr, flush=True)
     return goodput
+
+
+def undisturbed(kept: Sequence[Step], quiet: Sequence[Quiet]) -> dict[int, float]:
+    """Mean seconds of a step by world size: from one commit to the next of the same world, in the quiet times."""
+    seconds: defaultdict[int, list[float]] = defaultdict(list)
+    for before, step in itertools.pairwise(kept):
+        world, world_before = ((one.world_size, one.generation, one.writer) for one in (step, before))
+        if world == world_before and any(
+            one.size == step.world_size and one.since <= before.time and step.time <= one.until for one in quiet
+        ):
+            seconds[step.world_size].append(step.time - before.time)
+    return {size: statistics.fmean(found) for size, found in seconds.items()}
 
 
 def wait_for_world(run_dir: Path, size: int) -> None:
