@@ -17,6 +17,7 @@ from typing import IO, Any, cast
 from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of
 from elastic_train.storage.appearance import Flight
 from elastic_train.storage.atomic_files import fsync_directory, make_folder, write_durably
+from elastic_train.storage.direct_file import DirectFile
 from elastic_train.storage.ownership import close_lock, open_for_lock
 from elastic_train.storage.retention import Retention
 from elastic_train.storage.shares import SharedState
@@ -267,11 +268,9 @@ def _put_in_place(temporary: Path, path: Path, displaced: Path, is_there: Callab
 
 
 def _write_state(path: Path, fill: Callable[[IO[bytes]], None]) -> SnapshotFile:
-    with open(path, "wb") as file:
-        hashing = HashingFile(file)
+    with DirectFile(path) as file:
+        hashing = HashingFile(cast("IO[bytes]", file))
         fill(cast("IO[bytes]", hashing))
         if hashing.error is not None:
             raise hashing.error
-        file.flush()
-        os.fsync(file.fileno())
     return hashing.written()

@@ -23,6 +23,9 @@ _PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes)
 NUMBERS_AT_ONCE = 2**24
 """of which a writer looks whether one is NaN: so many bytes of memory"""
 
+AT_ONCE = 2**19
+"""bytes that are written and hashed in turn: they stay in a core's cache in between"""
+
 
 @dataclass(frozen=True)
 class SnapshotFile:
@@ -252,12 +255,14 @@ class HashingFile:
         num_bytes = memoryview(data).nbytes
         self.num_bytes += num_bytes
         if self.error is None and not self._is_over():
+            left = memoryview(data).cast("B")
             try:
-                self._file.write(data)
+                while left:
+                    self._file.write(left[:AT_ONCE])
+                    self._hash.update(left[:AT_ONCE])
+                    left = left[AT_ONCE:]
             except OSError as error:
                 self.error = error
-            else:
-                self._hash.update(data)
         return num_bytes
 
     def flush(self) -> None:

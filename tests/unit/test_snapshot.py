@@ -26,6 +26,7 @@ import torch
 import elastic_train
 from elastic_train.errors import OwnershipLost, SnapshotDamaged, SnapshotError
 from elastic_train.storage import atomic_files, local_folder, state_bytes
+from elastic_train.storage.direct_file import DirectFile
 from elastic_train.storage.local_folder import held
 from elastic_train.storage.retention import Retention
 from elastic_train.storage.run_directory import RunDirectory
@@ -739,8 +740,13 @@ class FaultyDisk:
         def open_file(path: Path, mode: str) -> Any:
             return File(io.FileIO(path, "wb")) if mode == "wb" else open(path, mode)
 
-        for module in (local_folder, atomic_files):
-            monkeypatch.setattr(module, "open", open_file, raising=False)
+        class State(DirectFile):
+            def write(self, data: Any) -> int:
+                disk.operation("write")
+                return super().write(data)
+
+        monkeypatch.setattr(atomic_files, "open", open_file, raising=False)
+        monkeypatch.setattr(local_folder, "DirectFile", State)
         for name in ("mkdir", "fsync", "rename"):
             monkeypatch.setattr(os, name, self.wrap(name, getattr(os, name)))
 
