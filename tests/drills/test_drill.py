@@ -23,10 +23,6 @@ from elastic_train.tools.drills.resource_faults import OutOfMemory
 from tests.etcd_cluster import etcd_running
 
 
-def drill_environment(cwd: Path) -> dict[str, str]:
-    return clean_environment() | {"XDG_CACHE_HOME": str(cwd / "cache")}
-
-
 def drill_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "elastic_train.cli", "drill", "--run-dir", "run", *arguments]
 
@@ -34,7 +30,7 @@ def drill_command(*arguments: str) -> list[str]:
 def drill(cwd: Path, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         drill_command(*arguments),
-        cwd=cwd, env=drill_environment(cwd), capture_output=True, text=True, timeout=timeout, check=False,
+        cwd=cwd, env=clean_environment(), capture_output=True, text=True, timeout=timeout, check=False,
     )  # fmt: skip
 
 
@@ -120,9 +116,7 @@ def test_what_can_be_told_before_the_first_node_starts(tmp_path: Path) -> None:
 def test_an_interrupted_drill_says_so(tmp_path: Path) -> None:
     """And a run that is interrupted is one that ended."""
     command = drill_command("--nodes", "2", "--nodes-as", "processes")
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=drill_environment(tmp_path), stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from elastic_train.tools.drills.network import Network
+from elastic_train.tools.drills.nodes import clean_environment
 from elastic_train.tools.drills.user_namespace import become_root
-from tests.drills.test_drill import drill_command, drill_environment, scenario
+from tests.drills.test_drill import drill_command, scenario
 
 # Who is root already becomes somebody else first, with the rights to the same files.
 AS_ANYBODY = ["unshare", "--user", "--map-user=1000", "--map-group=1000"] if os.geteuid() == 0 else []
@@ -86,7 +87,7 @@ def test_a_drill_of_an_ordinary_user(tmp_path: Path) -> None:
     plan = scenario(tmp_path, "partition", "power-loss", "join", "disk-full", every=4.0)
     command = [*AS_ANYBODY, *drill_command("--seed", "5", "--nodes", "3", "--scenario", plan)]
     done = subprocess.run(
-        command, cwd=tmp_path, env=drill_environment(tmp_path), capture_output=True, text=True, timeout=880, check=False
+        command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=880, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 nodes as network namespaces" in done.stdout

@@ -54,10 +54,7 @@ LIVES, TRAINS = 300.0, 600.0
 
 @pytest.fixture(scope="module")
 def undisturbed_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        found = undisturbed(FLAGS, cwd=folder)
+    found = undisturbed(FLAGS, cwd=tmp_path_factory.mktemp("undisturbed"))
     assert found["step"] == STEPS
     return str(found["state_sha256"])
 

@@ -23,7 +23,7 @@ from elastic_train.tools.drills.conductor import Conductor, DrillFailed
 from elastic_train.tools.drills.faketime import NodeClocks
 from elastic_train.tools.drills.live import Timeline
 from elastic_train.tools.drills.network import Network, NetworkError
-from elastic_train.tools.drills.reference import ReferenceFailed, device_of, undisturbed
+from elastic_train.tools.drills.reference import ReferenceFailed, undisturbed
 from elastic_train.tools.drills.replay import Replay
 from elastic_train.tools.drills.schedule import Settings
 from elastic_train.world import host_name
@@ -134,7 +134,6 @@ def _compare(settings: Settings) -> None:
         found = undisturbed(
             settings.flags, cwd=Path.cwd(), program=settings.program, log=partial(print, flush=True),
             last_step=(read_json(settings.run_dir / "result.json") or {}).get("step"),
-            device=device_of(read_history(settings.run_dir)),
         )  # fmt: skip
     except ReferenceFailed as error:
         print(f"elastic-train: warning: nothing to compare with: {error}", flush=True)

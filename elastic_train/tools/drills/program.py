@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_train.config import task_of
 from elastic_train.errors import UsageError
 from elastic_train.rendezvous.command_line import launches_elastic_train
 
@@ -30,13 +29,6 @@ class DrilledProgram:
     def environment(self) -> dict[str, str]:
         """What its agents and workers need beside a clean one."""
         return {FORCED: "1"} if os.environ.get(FORCED) == "1" else {}
-
-    def code(self, flags: Sequence[str]) -> tuple[str, ...]:
-        """The part that is the user's, as torchrun would be told to run it; empty where nothing is."""
-        if not self.is_bundled:
-            return self.words
-        module = (task_of(flags) or "").partition(":")[0]
-        return ("-m", module) if module and module.partition(".")[0] != "elastic_train" else ()
 
 
 BUNDLED_PROGRAM = DrilledProgram()
