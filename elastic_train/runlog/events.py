@@ -7,8 +7,7 @@ passes over it. There is one file per worker process, so no two processes ever s
 have the same name, and goes on with the file behind a newline.
 
 An event has its moment twice: `time`, Unix seconds by a clock that may be wrong or be set, and `monotonic`, the seconds
-of one that only ever goes on, of this machine alone. Readers of several files make one clock of them all:
-clocks.py.
+of one that only ever goes on, of this machine alone.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,7 @@ Line = dict[str, Any]
 
 
 def write_small_run(run_dir: Path) -> None:
-    """Three members; c dies in step 4, a and b go on as generation 1. A step takes 0.1 s, the outage 0.5 s.
-
-    As versions wrote it whose events had no `monotonic`: `add_monotonic` gives them one.
-    """
+    """Three members; c dies in step 4, a and b go on as generation 1. A step takes 0.1 s, the outage 0.5 s."""
     events: dict[str, list[Line]] = {member: [] for member in MEMBERS}
     ledger: dict[str, list[Line]] = {member: [] for member in MEMBERS}
     config = {"global_batch_size": BATCH, "epochs": 100, "max_steps": LAST_STEP, "peer_timeout": 2.0}
@@ -124,25 +121,6 @@ def is_of(generation: int) -> Callable[[Line], bool]:
 
 def is_second_world(line: Line) -> bool:
     return (line["event"], line["generation"]) == ("world", 1)
-
-
-def add_monotonic(run_dir: Path, ahead: Mapping[str, Callable[[float], float]] | None = None) -> None:
-    """As if each member had run on a machine of its own, which knows two clocks.
-
-    Args:
-        ahead: member -> by how many seconds its wall clock was ahead, at a time; of the others it was right.
-    """
-    for number, member in enumerate(MEMBERS, start=1):
-        error = (ahead or {}).get(member, lambda time: 0.0)
-
-        def tell(lines: list[Line], boot: float = START - 1000.0 * number, error: Any = error) -> list[Line]:
-            times = [line["time"] for line in lines]
-            return [
-                {**line, "time": time + error(time - START), "monotonic": time - boot}
-                for line, time in zip(lines, times, strict=True)
-            ]
-
-        edit_lines(run_dir / "events" / f"{member.replace('/', '-')}.jsonl", tell)
 
 
 def edit_json(path: Path, edit: Callable[[Line], Line]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_train.observe.status import RunState
 from elastic_train.tools.audit.watching import GoodputSoFar, watch_status
-from tests.drills.small_run import MEMBERS, START, add_monotonic, write_small_run
+from tests.drills.small_run import MEMBERS, START, write_small_run
 
 
 @pytest.fixture
@@ -69,7 +69,6 @@ def test_it_follows_a_run_to_its_end(run_dir: Path, file: io.StringIO) -> None:
 
 def test_its_goodput_is_that_of_the_page_to_the_end(tmp_path: Path) -> None:
     write_small_run(tmp_path / "run")
-    add_monotonic(tmp_path / "run")
     file = io.StringIO()
     watch_status([tmp_path / "run"], file, now=lambda: START + 3.0)
     assert "; goodput: 0.545 (lost" in file.getvalue()

@@ -21,7 +21,6 @@ from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line, member_of, read_json, read_with_torn
 from elastic_train.storage.places import folder_by
 from elastic_train.storage.store_urls import is_url
-from elastic_train.tools.audit.clocks import set_right
 from elastic_train.tools.audit.lives import Life, Step, lives_of, of_one_run
 from elastic_train.tools.audit.record import DrillRecord, read_drill
 
@@ -76,7 +75,7 @@ class History:
 
     run_dir: Path
     lives: tuple[Life, ...]
-    """what each process wrote, on one clock for all: see clocks.py"""
+    """what each process wrote; times are by its machine's clock"""
     ledger: tuple[Line, ...]
     torn: tuple[str, ...] = ()
     """lines that are no JSON object: `file: what`; without those that a kill cut off at the end of their file"""
@@ -347,7 +346,6 @@ def read_history(run_dir: Path) -> History:
         ]
     except OSError as error:
         raise RunDirectoryError(f"{run_dir} cannot be read: {error.strerror}") from error
-    set_right(lives)
     lives, ledger = of_one_run(lives, ledger)
     return History(
         run_dir=run_dir,

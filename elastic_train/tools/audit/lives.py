@@ -24,8 +24,6 @@ class Step:
     """None: it was not finite, and a GradScaler skipped the step"""
     time: float
     """of the commit, Unix seconds"""
-    monotonic: float | None
-    """the same moment by the machine's other clock; None in runs of versions that wrote none"""
     world_size: int
     writer: str
 
@@ -45,15 +43,13 @@ class Life:
         if line["event"] != "step":
             self.lines.append({**line, "writer": self.member})
             return
-        late, monotonic = float_of(line, "late_seconds") or 0.0, float_of(line, "monotonic")
         self.steps.append(
             Step(
                 int(line["step"]),
                 int(line["generation"]),
                 int(line["epoch"]),
                 float_of(line, "loss"),
-                float(line["time"]) - late,
-                None if monotonic is None else monotonic - late,
+                float(line["time"]) - (float_of(line, "late_seconds") or 0.0),
                 int(line["world_size"]),
                 self.member,
             )
@@ -88,7 +84,7 @@ def lives_of(member: str, lines: Iterable[Line]) -> list[Life]:
 
 
 def of_one_run(lives: Sequence[Life], ledger: Sequence[Line]) -> tuple[list[Life], list[Line]]:
-    """The events of each process, by one clock, and the ledger, without lines that are not the run's."""
+    """The events of each process, and the ledger, without lines that are not the run's."""
     anew = (float(line["time"]) for life in lives for line in life.lines if line.get("is_anew"))
     began = max(anew, default=-math.inf)
     own = {life.member for life in lives if life.ended >= began}

@@ -8,7 +8,6 @@
     leftovers.json   what was still there when every node had ended
     node1-1.log ...  what each start of each node said
     pace             see task.py
-    clock-1 ...      what each node's clock is set off by, where the schedule has that fault: see faketime.py
 
 Every line has `time` (Unix seconds).
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_train.tools.drills import clock_faults, etcd_faults, faults, network_faults, resource_faults
+from elastic_train.tools.drills import etcd_faults, faults, network_faults, resource_faults
 from elastic_train.tools.drills.injection import Fault
 
 _ALL: tuple[type[Fault], ...] = (
@@ -12,7 +12,7 @@ _ALL: tuple[type[Fault], ...] = (
     network_faults.Partition, network_faults.OneWayDrop, network_faults.PowerLoss, network_faults.PacketLoss,
     network_faults.SlowLink,
     etcd_faults.KillEtcd, etcd_faults.FreezeEtcdLeader,
-    resource_faults.OutOfMemory, resource_faults.DiskFull, clock_faults.SetClock,
+    resource_faults.OutOfMemory, resource_faults.DiskFull,
 )  # fmt: skip
 FAULTS = {kind.name: kind for kind in _ALL}
 """name -> class"""

@@ -14,7 +14,6 @@ import psutil
 
 from elastic_train.tools.audit.record import PACE_FILE, PACE_VARIABLE, Record, set_pace
 from elastic_train.tools.drills.backends import ENDING_SECONDS, C10d, Etcd3
-from elastic_train.tools.drills.faketime import NodeClocks
 from elastic_train.tools.drills.network import Network
 from elastic_train.tools.drills.nodes import (
     Node,
@@ -78,14 +77,13 @@ class Cluster:
         num_nodes: int,
         num_workers: int = 1,
         network: Network | None = None,
-        clocks: NodeClocks | None = None,
         backend: C10d | Etcd3 | None = None,
         program: DrilledProgram = BUNDLED_PROGRAM,
     ) -> None:
         """`flags` are the worker's; `num_workers` counts the workers of a node; by default they meet under c10d."""
         self.run_dir = run_dir
         self.watch = RunWatch(run_dir)
-        self.network, self.clocks = network, clocks
+        self.network = network
         self.places = [Place(index) for index in range(num_nodes)]
         self._flags, self._num_workers, self._program = list(flags), num_workers, program
         self._record = record
@@ -119,11 +117,7 @@ class Cluster:
             | {"NCCL_HOSTID": place.name},  # as a machine of its own: NCCL then has nodes share this one's GPU
             name=place.name,
             host=network.host_name(place.index) if network else None,
-            prefix=[
-                *dying_with_parent(),
-                *(network.node_prefix(place.index) if network else ()),
-                *(self.clocks.prefix(place.index) if self.clocks else ()),
-            ],
+            prefix=[*dying_with_parent(), *(network.node_prefix(place.index) if network else ())],
             is_wrapped=network is not None,
         )
         self._seen.append(place.node)
@@ -278,8 +272,6 @@ class Cluster:
         """End whatever still runs, all of it, though one of them may not go."""
         with ExitStack() as ends:
             ends.callback(self.backend.close)
-            if self.clocks is not None and self.network is None:
-                ends.callback(self.clocks.forget, [node.process.pid for node in self._seen])
             ends.callback(self._temporary.cleanup)
             ends.callback(lambda: end_processes(self._strays()))
             for node in self._seen:

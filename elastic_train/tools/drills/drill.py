@@ -17,10 +17,8 @@ from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.record import Record, write_reference
 from elastic_train.tools.audit.report import write_report
 from elastic_train.tools.drills.backends import backend_of
-from elastic_train.tools.drills.catalogue import FAULTS
 from elastic_train.tools.drills.cluster import Cluster
 from elastic_train.tools.drills.conductor import Conductor, DrillFailed
-from elastic_train.tools.drills.faketime import NodeClocks
 from elastic_train.tools.drills.live import Timeline
 from elastic_train.tools.drills.network import Network, NetworkError
 from elastic_train.tools.drills.reference import ReferenceFailed, undisturbed
@@ -82,7 +80,6 @@ def run_drill(settings: Settings) -> bool:
 def _conduct(settings: Settings, record: Record, network: Network | None, ends: ExitStack) -> None:
     """The job, from its first process to its last; `ends` ends what an error leaves running."""
     kind = "network namespaces" if network else "processes"
-    needs_clocks = any(FAULTS[planned.fault].needs_clocks for planned in settings.plan)
     record.add_setting(
         seed=settings.seed,
         backend=settings.backend,
@@ -108,7 +105,6 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
         num_nodes=settings.num_nodes,
         num_workers=settings.num_workers,
         network=network,
-        clocks=NodeClocks(record.path) if needs_clocks else None,
         backend=backend_of(settings.backend, network, run_id=settings.run_dir.name, endpoint=settings.etcd_endpoint),
         program=settings.program,
     )

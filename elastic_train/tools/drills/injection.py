@@ -55,8 +55,6 @@ class Fault:
     """whether it has no effect on a node that trains alone"""
     needs_network = False
     """whether its nodes must be network namespaces"""
-    needs_clocks = False
-    """whether its nodes must have clocks of their own (faketime.py)"""
     holder: OneNode | None = None
     """it is for that node and no other"""
     backend: str | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,14 +55,14 @@ class RunWatch:
                 self.step, self.loss = int(line["step"]), float_of(line, "loss")
             world = self.world
             if world is not None and world.generation == line["generation"] and world.first_step_at is None:
-                world.first_step_at = _time(line)
+                world.first_step_at = float(line["time"])
         elif event == "world":
             if line["generation"] > self.generation:
                 self.generation = int(line["generation"])
                 self.step = int(line["step"])  # less than before where it restarted from a snapshot
                 self.world = SeenWorld(int(line["generation"]), tuple(line["members"]))
         elif event == "warning":
-            self.warnings.append((member, _time(line), str(line["message"])))
+            self.warnings.append((member, float(line["time"]), str(line["message"])))
         elif event == "done":
             self.outcomes[member] = str(line.get("outcome"))
 
@@ -75,9 +74,3 @@ class RunWatch:
     @property
     def is_finished(self) -> bool:
         return not FINISHED.isdisjoint(self.outcomes.values())
-
-
-def _time(line: Line) -> float:
-    """Unix seconds, by this process's clock: the writer's may be set off. The other they have in common, on one
-    machine."""
-    return float(line["monotonic"]) + time.time() - time.monotonic()
