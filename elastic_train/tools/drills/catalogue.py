@@ -12,7 +12,7 @@ _ALL: tuple[type[Fault], ...] = (
     network_faults.Partition, network_faults.OneWayDrop, network_faults.PowerLoss, network_faults.PacketLoss,
     network_faults.SlowLink,
     etcd_faults.KillEtcd, etcd_faults.FreezeEtcdLeader,
-    resource_faults.OutOfMemory, resource_faults.DiskFull,
+    resource_faults.DiskFull,
 )  # fmt: skip
 FAULTS = {kind.name: kind for kind in _ALL}
 """name -> class"""

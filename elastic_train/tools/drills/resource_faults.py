@@ -1,81 +1,17 @@
-"""The faults of a machine that has too little of something: memory, and room on its disk."""
+"""The fault of a machine that has no room on its disk."""
 
 from __future__ import annotations
 
-import itertools
-import os
 import shutil
 import subprocess
 import time
 from contextlib import suppress
-from pathlib import Path
 
-from elastic_train.tools.drills.injection import RANK_ZERO, Disturbance, Fault, NotInjected, wait_gone
-from elastic_train.tools.drills.nodes import is_running, wait_until
+from elastic_train.tools.drills.injection import RANK_ZERO, Disturbance, NotInjected
+from elastic_train.tools.drills.nodes import wait_until
 
-CGROUPS = Path("/sys/fs/cgroup")
 SNAPSHOT_SECONDS = 90.0
 """within which a snapshot must be due"""
-
-
-class OutOfMemory(Fault):
-    name = "out-of-memory"
-    says = "a worker has no memory left, and the kernel's OOM killer ends it"
-    _numbers = itertools.count()
-
-    @classmethod
-    def why_not(cls) -> str | None:
-        return None if memory_cgroups() else "no memory cgroup can be made here"
-
-    def inject(self) -> str:
-        worker, root = self.rng.choice(self.workers()), memory_cgroups()
-        if root is None:
-            raise NotInjected("no memory cgroup can be made here")
-        is_unified = root == CGROUPS
-        home = _cgroup_of(worker.pid, root, is_unified)
-        group = root / f"elastic-train-drill-{os.getpid()}-{next(self._numbers)}"
-        group.mkdir()
-        try:
-            # What it has stays charged to where it was; whatever it needs from now on is too much.
-            (group / ("memory.max" if is_unified else "memory.limit_in_bytes")).write_text("0")
-            (group / "cgroup.procs").write_text(str(worker.pid))
-            wait_gone(worker)
-            counts = (group / ("memory.events" if is_unified else "memory.oom_control")).read_text()
-        except OSError as error:
-            raise NotInjected(f"worker {worker.pid} cannot be put into {group}: {error.strerror}") from error
-        finally:
-            if is_running(worker):
-                with suppress(OSError):  # it may end at last; what stays is told by the removal
-                    (home / "cgroup.procs").write_text(str(worker.pid))
-            wait_until(lambda: _is_removed(group), f"removal of {group}", 5.0)
-        if int(dict(line.split() for line in counts.splitlines())["oom_kill"]) == 0:
-            raise NotInjected(f"worker {worker.pid} ended, but not by the OOM killer: {counts.split()}")
-        return f"worker {worker.pid} was killed by the kernel for want of memory"
-
-
-def memory_cgroups() -> Path | None:
-    """Where cgroups with a limit for memory can be made, of version 2 or 1; None where they cannot."""
-    handed_down = CGROUPS / "cgroup.subtree_control"
-    is_unified = handed_down.exists() and "memory" in handed_down.read_text().split()
-    root = CGROUPS if is_unified else CGROUPS / "memory"
-    is_there = is_unified or (root / "memory.limit_in_bytes").exists()
-    return root if is_there and os.access(root, os.W_OK) else None
-
-
-def _cgroup_of(pid: int, root: Path, is_unified: bool) -> Path:
-    """The cgroup of a process, as cgroups(7) describes `/proc/PID/cgroup`."""
-    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if ("" if is_unified else "memory") in controllers.split(","):
-            return root / path.removeprefix("/")
-    return root
-
-
-def _is_removed(group: Path) -> bool:
-    """It goes once the last thread in it has."""
-    with suppress(OSError):
-        group.rmdir()
-    return not group.exists()
 
 
 class DiskFull(Disturbance):
