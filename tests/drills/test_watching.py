@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from elastic_train.observe.status import RunState
-from elastic_train.tools.audit.watching import GoodputSoFar, watch_status
-from tests.drills.small_run import MEMBERS, START, write_small_run
+from elastic_train.tools.audit.watching import watch_status
+from tests.drills.small_run import START, write_small_run
 
 
 @pytest.fixture
@@ -61,17 +61,10 @@ def test_it_follows_a_run_to_its_end(run_dir: Path, file: io.StringIO) -> None:
     if not file.isatty():
         assert text.splitlines()[-1] == (
             "state: finished; generation: 1; world size: 2; members: a/0/11, b/0/12; step: 7 of 7; epoch: 3, "
-            "4 of 10 samples; loss: 0.1429; samples/s: 33; snapshot: step 7; goodput: 0.545 (lost: peer_lost 0.5 s); "
+            "4 of 10 samples; loss: 0.1429; samples/s: 33; snapshot: step 7; "
             "incidents: 1, the last: peer_lost, 1.2 s ago: lost c/0/13; "
             "generation 1 with 2 workers at step 3"
         )
-
-
-def test_its_goodput_is_that_of_the_page_to_the_end(tmp_path: Path) -> None:
-    write_small_run(tmp_path / "run")
-    file = io.StringIO()
-    watch_status([tmp_path / "run"], file, now=lambda: START + 3.0)
-    assert "; goodput: 0.545 (lost" in file.getvalue()
 
 
 def test_large_numbers_are_whole(run_dir: Path) -> None:
@@ -81,23 +74,3 @@ def test_large_numbers_are_whole(run_dir: Path) -> None:
     file = io.StringIO()
     watch_status([run_dir], file, now=lambda: START + 3.0)
     assert re.search(r"samples/s: \d{1,3}(,\d{3})+;", file.getvalue()), file.getvalue()
-
-
-def test_goodput_is_not_read_all_the_time(run_dir: Path) -> None:
-    clock = [0.0]
-    goodput = GoodputSoFar([run_dir], now=lambda: clock[0])
-    first = goodput.read()
-    assert first is not None
-    assert first.startswith("0.545 so far (lost: peer_lost 0.5 s")
-    (run_dir / "events" / f"{MEMBERS[0].replace('/', '-')}.jsonl").unlink()
-    clock[0] = 4.0
-    assert goodput.read() == first, "not due"
-    clock[0] = 6.0
-    assert goodput.read() is None, "no step is left"
-
-
-def test_the_goodput_of_a_long_run_is_left_to_the_audit(run_dir: Path) -> None:
-    size = sum(path.stat().st_size for path in (run_dir / "events").iterdir())
-    assert "0.545" in str(GoodputSoFar([run_dir], most_bytes=size).read())
-    goodput = GoodputSoFar([run_dir], most_bytes=size - 1)
-    assert goodput.read() == goodput.read() == "too long a run to read again and again; elastic-train audit tells it"
