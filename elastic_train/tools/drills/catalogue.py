@@ -6,9 +6,7 @@ from elastic_train.tools.drills import etcd_faults, faults, network_faults, reso
 from elastic_train.tools.drills.injection import Fault
 
 _ALL: tuple[type[Fault], ...] = (
-    faults.Kill, faults.KillRankZero, faults.KillTwo, faults.KillAgain, faults.KillWorker, faults.KillAgent,
-    faults.Stop, faults.Hang, faults.Pause, faults.Slow, faults.Join, faults.KillAll, faults.Damage,
-    faults.KillEndpoint,
+    *faults.KILLS, faults.KillAgain, faults.Hang, faults.Pause, faults.Slow, faults.Join, faults.KillAll, faults.Damage,
     network_faults.Partition, network_faults.OneWayDrop, network_faults.PowerLoss, network_faults.PacketLoss,
     network_faults.SlowLink,
     etcd_faults.KillEtcd, etcd_faults.FreezeEtcdLeader,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
+from typing import Any
 
 import psutil
 
@@ -24,31 +26,40 @@ from elastic_train.tools.drills.nodes import wait_until
 
 
 class Kill(Fault):
-    name = "kill"
-    says = "SIGKILL to every process of a node"
+    """A signal to nodes, or to one process of a node; each row of KILLS is a kind of its own."""
+
+    victim: str | None = None
+    """`worker` or `agent`; None: all that its nodes have"""
+    signum = signal.SIGKILL
 
     def inject(self) -> str:
-        self.cluster.kill(self.targets)
-        return "all of its processes are gone"
+        if self.victim is None:
+            self.cluster.kill(self.targets)
+            return "all of its processes are gone"
+        process = self.agent() if self.victim == "agent" else self.rng.choice(self.workers())
+        process.send_signal(self.signum)
+        if self.signum != signal.SIGKILL:
+            return f"{self.signum.name} sent"
+        wait_gone(process)
+        return f"{self.victim} {process.pid} is gone"
 
 
-class KillRankZero(Kill):
-    name = "kill-rank-0"
-    says = "the same to the node that has rank 0"
-    holder = RANK_ZERO
+def _kill(name: str, says: str, **attributes: Any) -> type[Kill]:
+    return type(name, (Kill,), {"name": name, "says": says, **attributes})
 
 
-class KillEndpoint(Kill):
-    name = "kill-endpoint"
-    says = "the same to the node that hosts the endpoint"
-    holder = ENDPOINT_HOST
-    backend = C10d.name
-
-
-class KillTwo(Kill):
-    name = "kill-two"
-    says = "two nodes at once"
-    size = -2
+KILLS = (
+    _kill("kill", "SIGKILL to every process of a node"),
+    _kill("kill-rank-0", "the same to the node that has rank 0", holder=RANK_ZERO),
+    _kill("kill-endpoint", "the same to the node that hosts the endpoint", holder=ENDPOINT_HOST, backend=C10d.name),
+    _kill("kill-two", "two nodes at once", size=-2),
+    _kill("kill-worker", "SIGKILL to one worker; its agent ends the node", victim="worker"),
+    _kill("kill-agent", "SIGKILL to the agent alone; its workers die with it", victim="agent"),
+    _kill(
+        "stop", "SIGTERM to a node's agent, as a scheduler does it",
+        victim="agent", signum=signal.SIGTERM, effects=frozenset({Effect.ASKS_TO_LEAVE}),
+    ),
+)  # fmt: skip
 
 
 class KillAgain(Fault):
@@ -72,37 +83,6 @@ class KillAgain(Fault):
         self.cluster.watch.poll()
         world = self.cluster.watch.world
         return world is not None and self.has_stepped_anew() and not set(world.members).isdisjoint(self.members)
-
-
-class KillWorker(Fault):
-    name = "kill-worker"
-    says = "SIGKILL to one worker; its agent ends the node"
-
-    def inject(self) -> str:
-        return self.kill("worker", self.rng.choice(self.workers()))
-
-    def kill(self, what: str, process: psutil.Process) -> str:
-        process.kill()
-        wait_gone(process)
-        return f"{what} {process.pid} is gone"
-
-
-class KillAgent(KillWorker):
-    name = "kill-agent"
-    says = "SIGKILL to the agent alone; its workers die with it"
-
-    def inject(self) -> str:
-        return self.kill("agent", self.agent())
-
-
-class Stop(Fault):
-    name = "stop"
-    says = "SIGTERM to a node's agent, as a scheduler does it"
-    effects = frozenset({Effect.ASKS_TO_LEAVE})
-
-    def inject(self) -> str:
-        self.agent().terminate()
-        return "SIGTERM sent"
 
 
 class Freeze(Fault):
