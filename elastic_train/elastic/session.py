@@ -222,7 +222,7 @@ class Training:
         is_known = sums.wait_for(totals)
         self._steps.commit(totals.mean_loss if is_known else own_loss)
         if is_known:
-            sums.follow(totals)
+            self._end.follow(totals.votes)
         self._end_if_decided()
 
     def _end_if_decided(self) -> None:

@@ -1,4 +1,5 @@
-"""Whether the ranks of a world hold the same weights and optimizer state: when it begins, and as training goes on."""
+"""Whether the ranks of a world hold the same weights and optimizer state, when it begins and as training goes on; and,
+as it goes on, the same extras (schedulers, a GradScaler, ...)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from elastic_train.elastic.world_end import WorldEnd
 from elastic_train.errors import FormationFailed, StatesDiffer
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity
-from elastic_train.training.state_hash import StateComparison
+from elastic_train.training.collectives import gather_json
+from elastic_train.training.state_hash import StateComparison, plain_hashes
 from elastic_train.world import World
 
 
@@ -25,6 +27,8 @@ class StateChecks:
         """whether this worker's state hashes to what the others' does"""
         self._told_in: World | None = None
         """the world in which it was said that states are not equal, though it has begun with equal ones"""
+        self._extras_told_in: World | None = None
+        """the same of extras"""
 
     def comparison(self, world: World, voters: Sequence[int]) -> StateComparison | None:
         """Of the ranks' states; None where there is nobody to compare with. `voters` as StateComparison's."""
@@ -55,15 +59,17 @@ class StateChecks:
         """Compare after a commit; every rank calls it after the same one. Blocks until all have.
 
         What differs here has been made by the code that is trained, which would do it again from any state: so it is
-        told, once in a world and at the end, and training goes on. A peer that is lost meanwhile is noted in `end`.
+        told, weights once in a world and at the end, extras once in a world, and training goes on. A peer that is lost
+        meanwhile is noted in `end`.
         """
         comparison = self.comparison(world, range(world.world_size))
         if comparison is None or end.lost is not None:
             return
         if self._worker.device.type == "cuda":  # the optimizer may have stepped on a stream of the user's
             torch.cuda.synchronize(self._worker.device)
-        comparison.begin()
         try:
+            self._check_extras(world)
+            comparison.begin()
             self.finish(comparison)
         except StatesDiffer as differ:
             # Machines of two kinds drift apart by rounding, and who has joined may have the state of either.
@@ -74,6 +80,23 @@ class StateChecks:
         except (RuntimeError, FormationFailed) as error:
             end.note_lost(error)
         self._membership.watcher.do(Activity.COMPUTE)
+
+    def _check_extras(self, world: World) -> None:
+        extras = self._worker.state.extras
+        if not extras or self._extras_told_in is world:  # on every rank alike
+            return
+        mine = {name: value for name, value in plain_hashes(self._worker.state).items() if name in extras}
+        self._membership.watcher.do(Activity.REDUCE)
+        others = gather_json(mine)
+        names = [name for name in sorted(mine) if any(other.get(name) != mine[name] for other in others)]
+        if not names:
+            return
+        self._extras_told_in = world
+        if world.rank == 0:
+            self._worker.reporter.warn(
+                f"extras differ between the ranks: {', '.join(names)}. Snapshots hold those of rank 0; when that is "
+                "lost, another rank's count: have every rank do the same with them"
+            )
 
     def _tell(self, differ: StatesDiffer, world: World) -> None:
         state = self._worker.state

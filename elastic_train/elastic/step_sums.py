@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_train.elastic.extras_check import ExtrasCheck, do_hashes_differ
 from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import StepObserver, WorldEnd
 from elastic_train.errors import FormationFailed, TrainingDiverged
@@ -42,7 +41,7 @@ class LateTotals:
     may_be_late: bool
     """whether the step is committed without them"""
     sums: torch.Tensor
-    """mean loss, hash of the extras, its square, the votes, and each rank's seconds since its commit before"""
+    """mean loss, the votes, and each rank's seconds since its commit before"""
     work: Any = None
     """None in a world of one"""
     found_inf: torch.Tensor | None = None
@@ -56,11 +55,11 @@ class LateTotals:
 
     @property
     def votes(self) -> Votes:
-        return Votes(*map(int, self.sums[3:6].tolist()))
+        return Votes(*map(int, self.sums[1:4].tolist()))
 
     @property
     def seconds(self) -> float:
-        return float(self.sums[6])
+        return float(self.sums[4])
 
     @property
     def has_diverged(self) -> bool:
@@ -82,10 +81,6 @@ class LateTotals:
             self.read()
         return have_come
 
-    def do_extras_differ(self, world_size: int) -> bool:
-        _, hashes, squares, *_ = self.sums.tolist()
-        return do_hashes_differ(hashes, squares, world_size)
-
 
 class StepSums:
     """The sums of one world's steps: at each commit they are begun, and waited for at once or before the next one.
@@ -105,7 +100,6 @@ class StepSums:
         world: World,
         observer: StepObserver,
         end: WorldEnd,
-        extras: ExtrasCheck,
         votes: Callable[[], Votes],
     ) -> None:
         self._state = worker.state
@@ -113,7 +107,6 @@ class StepSums:
         self._world = world
         self._observer = observer
         self._end = end
-        self._extras = extras
         self._votes = votes
         self._every = interval_of(worker.config.snapshot_every).steps or EVERY
         self._step_seconds = math.inf
@@ -158,8 +151,7 @@ class StepSums:
         may_be_late = self._may_be_late(has_reduced or unread is not None)
         self._end.enter_sums()
         votes = NO_VOTES if self._end.is_due else self._votes()
-        hashes = self._extras.hashes() if self._is_waited_for() else (0, 0)
-        numbers = [own_part, *hashes, *votes, self._observer.seconds_since_commit]
+        numbers = [own_part, *votes, self._observer.seconds_since_commit]
         sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         totals = LateTotals(first, known_loss, has_stepped, may_be_late, sums, unread=unread)
         if self._end.lost is None and self._world.world_size > 1:
@@ -180,16 +172,6 @@ class StepSums:
             raise self._divergence(totals, self._state.step + 1)
         return is_known
 
-    def follow(self, totals: LateTotals) -> None:
-        """Do what the sums say that were waited for: the step is committed. Every rank calls it."""
-        self._end.follow(totals.votes)
-        if totals.do_extras_differ(self._world.world_size):
-            try:
-                self._watcher.do(Activity.REDUCE)
-                self._extras.warn(self._world.rank)
-            except (RuntimeError, FormationFailed) as error:
-                self._end.note_lost(error)
-
     def _may_be_late(self, stands: bool) -> bool:
         """Whether loss and votes of the step in hand need not be known at its commit; alike on every rank."""
         state = self._state
@@ -204,7 +186,7 @@ class StepSums:
         )
 
     def _is_waited_for(self) -> bool:
-        """Whether all ranks wait in the step in hand, for a snapshot or to compare the extras and the states."""
+        """Whether all ranks wait in the step in hand, for a snapshot or to compare the states."""
         step = self._state.step + 1
         return step % self._every == 0 or step % EVERY == 0
 

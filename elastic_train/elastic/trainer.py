@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from elastic_train.elastic.evaluations import Evaluations
-from elastic_train.elastic.extras_check import ExtrasCheck
 from elastic_train.elastic.loop_hints import LoopHints
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.own_parallel import OwnParallel, Wrapped, require_summed
@@ -68,7 +67,6 @@ class Trainer:
         self._program, self._worker = program, worker
         self._membership, self._saver = membership, saver
         self._evaluations = Evaluations(worker, membership)
-        self._extras = ExtrasCheck(worker)
         self._stand_in = stand_in_batch(worker)
         self.step_started = time.monotonic()
         """when the step in hand, or the first one's world, was begun, by the monotonic clock"""
@@ -199,10 +197,9 @@ class Trainer:
     def _make_training(self, world: World, shares: Iterable[Share], begin: Beginning) -> Training:
         """The parts of one world; this rank is in the training function from here on."""
         worker, membership = self._worker, self._membership
-        self._extras.enter()
         observer = StepObserver(self, worker, membership, world)
         end = WorldEnd(world, membership)
-        sums = StepSums(worker, membership.watcher, world, observer, end, self._extras, self._votes)
+        sums = StepSums(worker, membership.watcher, world, observer, end, self._votes)
         steps = SessionSteps(
             shares,
             worker,

@@ -50,10 +50,10 @@ def test_a_step_is_told_once_however_settling_and_giving_up_interleave(number: i
     nothing: Any = SimpleNamespace(lost=None, follow=lambda _votes: None, do=lambda _activity: None)
     observer: Any = SimpleNamespace(report_commit=lambda *_commit: told.append(state.step))
     worker: Any = SimpleNamespace(state=state, config=Config())
-    sums = StepSums(worker, nothing, PAIR, observer, nothing, nothing, lambda: (0, 0, 0))
+    sums = StepSums(worker, nothing, PAIR, observer, nothing, lambda: (0, 0, 0))
     work = SimpleNamespace(is_completed=lambda: True, wait=lambda *_limit: None)
     first: Any = None
-    sums.late = LateTotals(first, 1.0, True, True, torch.zeros(7, dtype=torch.float64), work)
+    sums.late = LateTotals(first, 1.0, True, True, torch.zeros(5, dtype=torch.float64), work)
     other = AtLine(number, sums.give_up)
     sys.settrace(other.trace)
     try:
@@ -76,7 +76,7 @@ class Loss:
         return self._value
 
 
-def sums_of_one(told: list[float], extras: Any = None) -> StepSums:
+def sums_of_one(told: list[float]) -> StepSums:
     """Of the only worker, whose steps are short."""
     state = make_state()
     end: Any = SimpleNamespace(
@@ -87,7 +87,7 @@ def sums_of_one(told: list[float], extras: Any = None) -> StepSums:
     )
     worker: Any = SimpleNamespace(state=state, config=Config())
     watcher: Any = SimpleNamespace(do=lambda _activity: None)
-    return StepSums(worker, watcher, ALONE, observer, end, extras, lambda: NO_VOTES)
+    return StepSums(worker, watcher, ALONE, observer, end, lambda: NO_VOTES)
 
 
 def commit(sums: StepSums, loss: Loss) -> LateTotals:
@@ -159,7 +159,7 @@ def commit_stand_in(last_loss: float | None, lost: Exception | None) -> float | 
     )  # fmt: skip
     anything: Any = SimpleNamespace(
         state=state, device=None, config=Config(), require_made=lambda: None, owes_best=lambda _state: False,
-        bring_forward=lambda: None, call_off=lambda: None,
+        bring_forward=lambda: None, call_off=lambda: None, follow=lambda _votes: None,
     )  # fmt: skip
     training = Training(
         anything, PAIR, anything, steps, sums, anything, anything, anything,
