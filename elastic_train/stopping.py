@@ -28,9 +28,6 @@ HOPELESS_SECONDS = 25.0
 LEAST_SECONDS = 10.0
 """that a notice leaves, whatever it says: half of it is for the grace time and a step. Where the deadline is nearer, or
 over, the source's clock may be another one, and a late stop before the vote to leave would lose what it need not"""
-VOTES_UNTIL_KNOWN = 2
-"""that a worker casts after one before it knows what that one has led to: the sums of a step may come in the next one,
-and who stops votes no more"""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -73,9 +70,6 @@ class StopSignal:
         """that one"""
         self._notice_lock = threading.Lock()
         """of what a notice and a vote make of each other; no handler of a signal takes it"""
-        self._vote_cast = threading.Condition(self._notice_lock)
-        self._num_votes = self._known_after = 0
-        """votes of this worker, and with how many of them it is known what the last withdrawal has led to"""
         self._settled_notice: PreemptionNotice | None = None
         self.is_settled = False
         """this worker leaves: a notice is not taken back any more"""
@@ -150,22 +144,14 @@ class StopSignal:
         or by a vote to leave because of the notice, which the others may follow; then it holds all the same.
 
         Before it votes to leave it has only said that it is told to stop. Where all say so in the very step in which
-        the notice ends, they stop nevertheless, because of the notice: `goes_on` tells.
+        the notice ends, they stop nevertheless, because of the notice.
         """
         with self._notice_lock:
             if self.is_settled or self._is_vote_to_leave:
                 return False
             self._notice = None
-            self._known_after = 0 if self._voted_notice is None else self._num_votes + VOTES_UNTIL_KNOWN
         self._set_timer(None)
         return not self._is_signalled
-
-    def goes_on(self, seconds: float) -> bool | None:
-        """Whether this worker trains on after a `withdraw_notice` in time. Blocks until the step is over in which it
-        has said last that it is told to stop, so many seconds at most; None where that is not over then."""
-        with self._vote_cast:
-            self._vote_cast.wait_for(lambda: self.is_settled or self._num_votes >= self._known_after, seconds)
-            return False if self.is_settled else True if self._num_votes >= self._known_after else None
 
     def _set_timer(self, timer: threading.Timer | None) -> None:
         if self._notice_timer is not None:
@@ -199,7 +185,6 @@ class StopSignal:
         voted = self._voted_notice
         is_by_vote = voted is not None and (voted is self._notice or not self.is_requested)
         self._settled_notice, self.is_settled = voted if is_by_vote else self.notice, True
-        self._vote_cast.notify_all()
 
     @property
     def notice(self) -> PreemptionNotice | None:
@@ -251,8 +236,6 @@ class StopSignal:
             is_leaving = bool(told) and time.monotonic() - min(told) > GRACE_SECONDS
             self._voted_notice = None if is_signalled else notice
             self._is_vote_to_leave = is_leaving and self._voted_notice is not None
-            self._num_votes += 1
-            self._vote_cast.notify_all()
         return int(bool(told)), int(is_leaving)
 
     def check(self) -> None:

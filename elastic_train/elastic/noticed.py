@@ -23,13 +23,6 @@ from elastic_train.world import Member, World
 
 REMOVE_SECONDS = 1.0
 """that the end of a worker waits for the removal of a file"""
-KNOWN_SECONDS = 10.0
-"""that a person waits for a step to tell whether a notice was withdrawn in time"""
-WHAT_FOLLOWS = {
-    True: "training goes on",
-    False: "too late: this node leaves",
-    None: "training goes on, if not all nodes stop with the step in hand",
-}
 
 
 class Noticed:
@@ -134,13 +127,9 @@ class Noticed:
         if self._is_first():
             self._worker.reporter.events.is_noticed = False
             self._worker.reporter.events.write("notice", state="withdrawn", **notice.to_fields())
-            # Beside this thread, which is to hear of the next notice.
-            threading.Thread(target=self._say_withdrawn, args=(notice, is_in_time), daemon=True).start()
-
-    def _say_withdrawn(self, notice: PreemptionNotice, is_in_time: bool) -> None:
-        goes_on = is_in_time and self._worker.stop.goes_on(KNOWN_SECONDS)
-        what = WHAT_FOLLOWS[goes_on]
-        self._worker.reporter.log(f"notice withdrawn: {notice.host} ({notice.described}); {what}")
+            goes_on = "training goes on, unless all nodes stop with the step in hand"
+            what = goes_on if is_in_time else "too late: this node leaves"
+            self._worker.reporter.log(f"notice withdrawn: {notice.host} ({notice.described}); {what}")
 
     def warn(self, message: str) -> None:
         self._worker.reporter.warn(message)

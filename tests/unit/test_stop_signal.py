@@ -251,35 +251,6 @@ def test_a_vote_before_that_one_is_followed_by_all_or_taken_back() -> None:
     assert stop.notice == NOTICE, "why it leaves"
 
 
-@pytest.mark.parametrize(("votes_after", "settles", "goes_on"), [(2, False, True), (1, True, False), (1, False, None)])
-def test_whether_all_have_said_so_is_known_some_votes_later(
-    votes_after: int, settles: bool, goes_on: bool | None
-) -> None:
-    stop = StopSignal()
-    stop.give_notice(NOTICE, 60.0)
-    stop.votes()
-    assert stop.withdraw_notice()
-    found: list[bool | None] = []
-    asking = threading.Thread(target=lambda: found.append(stop.goes_on(20.0 if goes_on is not None else 0.5)))
-    asking.start()
-    for _ in range(votes_after):
-        assert not found
-        assert stop.votes() == (0, 0)
-    if settles:
-        stop.settle()
-    asking.join(20)
-    assert found == [goes_on]
-
-
-def test_who_has_said_nothing_goes_on_at_once() -> None:
-    stop = StopSignal()
-    stop.give_notice(NOTICE, 60.0)
-    assert stop.withdraw_notice()
-    assert stop.goes_on(20.0)
-    stop.settle()
-    assert not stop.goes_on(20.0)
-
-
 def test_a_signal_stands_when_the_notice_is_withdrawn() -> None:
     stop = StopSignal()
     stop.give_notice(NOTICE, 60.0)
