@@ -99,9 +99,6 @@ def quarantines_of(world: list[Line], now: float) -> tuple[Line, ...]:
 
 
 def _nodes_of(world: list[Line]) -> tuple[int, int]:
-    """(nodes that train, spare nodes), of an older version by its members."""
-    told = [line for line in world if int_of(line, "nodes") is not None]
-    if told:
-        return told[-1]["nodes"], int_of(told[-1], "spare_nodes") or 0
-    members: list[object] = next((line["members"] for line in world if isinstance(line.get("members"), list)), [])
-    return sum("/0/" in str(member) for member in members), 0
+    """(nodes that train, spare nodes)."""
+    told = next((line for line in reversed(world) if int_of(line, "nodes") is not None), {})
+    return int_of(told, "nodes") or 0, int_of(told, "spare_nodes") or 0

@@ -154,9 +154,7 @@ class PhaseClock:
 
     def _inherit(self, state: dict[str, Any]) -> None:
         self._inherited = {phase: float(seconds) for phase, seconds in state["totals"].items()}
-        # An older version has not counted nodes: there was one.
-        nodes = state.get("node_totals") or {**state["totals"], Phase.DOWN: 0.0}
-        self._inherited_nodes = {phase: float(seconds) for phase, seconds in nodes.items()}
+        self._inherited_nodes = {phase: float(seconds) for phase, seconds in state["node_totals"].items()}
 
 
 def goodput(totals: dict[str, float]) -> dict[str, float]:

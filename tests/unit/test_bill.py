@@ -60,13 +60,6 @@ def test_they_travel_with_the_state_and_nobody_pays_while_nothing_runs() -> None
     assert newcomer.node_seconds() == (53.0, 43.0)
 
 
-def test_a_run_of_an_older_version_had_one_node_at_least() -> None:
-    passing = Time()
-    clock = passing.clock()
-    clock.load_state_dict({"totals": {"train": 10.0, "form": 2.0, "down": 90.0}, "saved_at": 0.0})
-    assert clock.node_seconds() == (12.0, 10.0)
-
-
 phases = st.sampled_from([Phase.FORM, Phase.TRAIN, Phase.EVALUATE])
 
 

@@ -143,14 +143,6 @@ def test_a_run_that_all_have_left_wants_all_again(files: Files) -> None:
     assert (found.state, found.capacity.wanted) == (RunState.DEAD, 5)
 
 
-def test_a_run_of_an_older_version(files: Files) -> None:
-    """Neither --nnodes nor the number of nodes in its files: the members' first workers are counted."""
-    for rank in range(4):
-        files.worker(rank, started=NOW - 60).enter(0, NOW - 50, members=("a/0/1", "a/1/2", "b/0/1", "b/1/2"))
-    found = read(files).capacity
-    assert (found.train, found.max_nodes, found.wanted) == (2, None, 0)
-
-
 @given(*[st.integers(0, 40)] * 3, st.integers(1, 40))
 def test_the_sums(train: int, spare: int, waiting: int, max_nodes: int) -> None:
     found = Capacity(train, spare, waiting, max_nodes)
