@@ -53,28 +53,22 @@ class StuckThread:
             self._line = None
             return None
         if seconds <= limit:
-            self._look_early(world, seconds, limit)
+            if not self._was_early and self._waited(world) > EARLY_SECONDS:
+                self._was_early = True
+                self._tell(self._describe(seconds, limit))
             return None
         if self._line is None or seconds < self._said_at:
-            is_alone = world.world_size == 1
-            follows = "nobody else trains" if is_alone else "the others go on without it when they have waited as long"
-            self._line = (
-                f"this worker has been at one thing for {seconds:.0f} s, and {limit:.0f} s are allowed "
-                f"(--stall-timeout): {self._where()}; {follows}"
-            )
+            self._line = self._describe(seconds, limit)
             self._tell(self._line)
         elif seconds < self._said_at + AGAIN_SECONDS:
             return None
         self._said_at = seconds
         return self._line  # the same again, so that who has it is not told twice
 
-    def _look_early(self, world: World, seconds: float, limit: float) -> None:
-        if self._was_early or (waited := self._waited(world)) <= EARLY_SECONDS:
-            return
-        self._was_early = True
-        self._tell(
-            f"others have waited in a collective for {waited:.0f} s, and this worker has been at one thing for "
-            f"{seconds:.0f} s: {self._where()}; they go on without it after {limit:.0f} s (--stall-timeout)"
+    def _describe(self, seconds: float, limit: float) -> str:
+        return (
+            f"this worker has been at one thing for {seconds:.0f} s, and {limit:.0f} s are allowed (--stall-timeout): "
+            f"{self._where()}"
         )
 
     def look_apart(self) -> None:
