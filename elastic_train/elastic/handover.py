@@ -29,6 +29,7 @@ from elastic_train.storage.state_bytes import deserialize_state, is_odd, rebuilt
 from elastic_train.training.collectives import GROUP_TIMEOUT, barrier
 from elastic_train.training.side_thread import SideThread
 from elastic_train.training.state import TrainState
+from elastic_train.training.step import drop_all_gradients
 
 TAG = 7001
 """of its messages, so that they do not meet those of the step"""
@@ -90,7 +91,7 @@ def hand_out(
         with state.lock.released():
             giving.finish(check)
     elif dist.get_rank() in ranks[1:]:
-        state.optimizer.zero_grad()  # of a step that does not count; there may be no room for them on a GPU
+        drop_all_gradients(state)  # of a step that does not count; there may be no room for them on a GPU
         taking = Taking(state, ranks[0], clocks.append)
         with state.lock.released():
             taking.wait(check)

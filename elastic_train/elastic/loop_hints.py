@@ -86,9 +86,9 @@ class LoopHints:
         self._has_looked_at_gradients = True
         self._worker.reporter.warn(
             f"step {state.step + 1} is committed without a step of the optimizer. Gradients that add up over several "
-            "commits are no part of the state: a restart, or a lost peer, loses them. Each batch of training.batches() "
-            "is a whole step: give --global-batch-size all samples of it, and split the batch within the step "
-            "(training.step does that by --micro-batch-size)"
+            "commits are no part of the state: a restart, and each change of the world, loses them. Each batch of "
+            "training.batches() is a whole step: give --global-batch-size all samples of it, and split the batch "
+            "within the step (training.step does that by --micro-batch-size)"
         )
 
     def note_unwrapped(self) -> None:

@@ -40,7 +40,7 @@ from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.kept import Arguments
 from elastic_train.training.reduction import Share
 from elastic_train.training.state import TrainState
-from elastic_train.training.step import NO_VOTES, Outcome, Votes
+from elastic_train.training.step import NO_VOTES, Outcome, Votes, drop_all_gradients
 from elastic_train.world import World
 
 TrainingFunction = Callable[[Training], None]
@@ -105,6 +105,7 @@ class Trainer:
         self.was_applied = False
         self._warn_of_kept_modules()
         state.modes.put_back()  # a function of the user's may have been interrupted in an evaluation of its own
+        drop_all_gradients(state)
         if not self._is_bundled:  # at once: what is done with the weights is not known
             begin.wait_for_claim(watcher)
             if begin.comparison is not None:

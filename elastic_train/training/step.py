@@ -103,6 +103,18 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = None
 
 
+def drop_all_gradients(state: TrainState) -> None:
+    """Of whatever is trained. Where a loop ends its steps with `zero_grad()`, those of a step that was broken off are
+    still there, and autograd would add the gradients of the same step to them when it is done again."""
+    updates, owned = state.kept.updates, state.kept.updates.owned
+    for optimizer in updates.optimizers:
+        drop_gradients(optimizer)
+    for module in (one for one in (state.model, *state.extras.values()) if isinstance(one, nn.Module)):
+        for parameter in module.parameters():
+            if id(parameter) not in owned:  # else it is its optimizer's, which may keep gradients in one piece
+                parameter.grad = None
+
+
 def clip_gradients(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, max_norm: float) -> None:
     """Limit the norm of the step's gradient, that of the mean over all its samples, alike on every rank. `max_norm` is
     in units of the loss, whatever the scaler has made of it."""

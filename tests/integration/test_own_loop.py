@@ -1015,3 +1015,53 @@ def test_a_worker_dies_between_the_steps_of_two_optimizers(cluster: Cluster) -> 
         ("peer_lost", 20)
     ]
     check_steps(cluster.run_dir, 64)
+
+
+ZERO_GRAD_LAST = """
+import os, signal
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+import elastic_train
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(training):
+    ddp = training.parallel()
+    for epoch in training.epochs():
+        for inputs, targets in training.batches():
+            loss = F.mse_loss(ddp(inputs), targets)
+            place = (training.world.generation, training.world.rank, training.state.step)
+            if place == (0, 2, 7):
+                model[0].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            loss.backward()
+            optimizer.step()
+            if place == (1, 1, 13):
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad(set_to_none=True)
+            training.commit(loss)
+
+
+numbers = torch.linspace(-1, 1, 160).unsqueeze(1)
+data = TensorDataset(numbers, numbers.square())
+elastic_train.run(train, model, optimizer, data, elastic_train.parse_flags())
+"""
+
+
+@pytest.mark.slow
+def test_gradients_of_a_step_that_was_broken_off_are_not_added_to_the_redone_one(cluster: Cluster) -> None:
+    """A peer is lost in a backward pass, another one between the optimizer's step and `zero_grad()`, which is where
+    many a loop ends."""
+    (cluster.path / "script.py").write_text(ZERO_GRAD_LAST)
+    flags = ["--epochs", "2", "--global-batch-size", "16"]
+    nodes = cluster.start(*flags, "--peer-timeout", "2", nodes=3, program=("script.py",))
+    undisturbed = cluster.launch([PYTHON, "script.py", *flags, "--run-dir", "alone"], {})
+    assert sorted(node.wait() for node in nodes) == [0, 1, 1]
+    cluster.finish([undisturbed])
+    assert [e["cause"] for e in events(cluster.run_dir, "world") if e["rank"] == 0][1:] == ["peer_lost"] * 2
+    ours, expected = (newest_snapshot(run)[1]["model"] for run in (cluster.run_dir, cluster.path / "alone"))
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)

@@ -64,13 +64,14 @@ class Watched(Task):
 
 
 def make_loop(
-    task: Watched, train: Callable[[Any], None] | None = None, **flags: Any
+    task: Watched, train: Callable[[Any], None] | None = None, *, extras: dict[str, Any] | None = None, **flags: Any
 ) -> tuple[Trainer, TrainState, list[str]]:
     told: list[str] = []
     model = task.build_model()
     state = TrainState(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), length=4, global_batch_size=2, epochs=1, max_steps=2
-    )
+        model, torch.optim.SGD(model.parameters(), lr=0.1), length=4, global_batch_size=2, epochs=1, max_steps=2,
+        extras=extras,
+    )  # fmt: skip
     reporter = SimpleNamespace(
         ledger=None, step=lambda *_, **__: told.append("step"), evaluation=lambda *_: told.append("evaluation"),
         warn=lambda message: told.append(f"warning: {message}"), note_commit=lambda _step: None,
@@ -131,6 +132,44 @@ def test_weights_that_are_changed_between_passes_are_kept_from_the_second_step_o
     loop.run(WORLD, steps(Watched()))
     assert found == [(False, False), (True, False)]
     assert not [line for line in told if line.startswith("warning")]
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_world_begins_without_gradients(is_own: bool) -> None:
+    """What a step that was broken off has left of any parameter would be added to that of the step when it is done
+    again, where the loop ends with zero_grad(). An optimizer may drop its own in another way."""
+
+    class OnePiece(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            for group in self.param_groups:
+                for one in group["params"]:
+                    one.grad = torch.zeros_like(one)
+
+    critic, teacher = nn.Linear(1, 1), nn.Linear(1, 1)
+    loose, whole = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    extras = {
+        "critic": critic, "teacher": teacher, "of_critic": torch.optim.SGD(critic.parameters()),
+        "of_loose": torch.optim.SGD([loose]), "of_whole": OnePiece([whole]),
+    }  # fmt: skip
+    entered = []
+
+    def train(training: Any) -> None:
+        entered.append([None if one.grad is None else one.grad.tolist() for one in trained])
+        for one in trained:
+            one.grad = torch.ones_like(one)
+        raise FormationFailed("a peer is lost")
+
+    loop, state, _ = make_loop(Watched(), train, extras=extras)
+    if not is_own:
+        program: Any = SimpleNamespace(train=train, loss=lambda *_: None)
+        loop = Trainer(program, loop._worker, loop._membership, loop._saver)
+    trained = [*state.model.parameters(), *critic.parameters(), *teacher.parameters(), loose, whole]
+    for one in trained:  # of a pass before `run`
+        one.grad = torch.ones_like(one)
+    for _ in range(2):
+        with pytest.raises(FormationFailed):
+            loop.run(WORLD, steps(Watched()))
+    assert entered == [[None] * 7 + [[0.0]]] * 2
 
 
 @pytest.mark.parametrize("where", ["within", "after", "top", "returned"])
