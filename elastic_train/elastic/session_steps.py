@@ -238,7 +238,8 @@ class SessionSteps:
     def let_go_between(self) -> None:
         """The user's own code is outside of a step: what it does not step itself can be saved."""
         state = self._worker.state
-        if self._is_own_code and state.extras.keys() <= {"ema"}:  # else it may be about to step a scheduler
+        is_all_ours = all(one is state.averaged for one in state.extras.values())  # which the commit updates
+        if self._is_own_code and is_all_ours:  # else it may be about to step a scheduler
             state.lock.let_go()
 
     def turn_to_function(self) -> None:

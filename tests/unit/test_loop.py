@@ -22,6 +22,7 @@ from elastic_train.errors import FormationFailed, SnapshotError, TrainingDiverge
 from elastic_train.protocol.heartbeat import FIRST_SECONDS, LEAST_SECONDS, Pace
 from elastic_train.rules import Activity
 from elastic_train.training import batches
+from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.collectives import broken_off_by, wait
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.sampler import MicroBatch
@@ -262,9 +263,10 @@ def test_what_own_code_makes_of_garbage_is_no_error_of_its_own(fails: str, is_br
     assert not state.lock.acquire(0.0), "it is held, as after any other error"
 
 
-@pytest.mark.parametrize("extra", [None, "ema", "scheduler"])
+@pytest.mark.parametrize("extra", [None, "average", "scheduler", "ema"])
 def test_a_late_stop_may_save_before_a_loop_of_ones_own_asks_for_its_first_batch(extra: str | None) -> None:
-    """As between two steps: only what it may be about to step is waited for."""
+    """As between two steps: what it may be about to step is waited for, whatever its name is. The average of the flags
+    is updated within the commit."""
     could_save: list[bool] = []
 
     def train(training: Any) -> None:
@@ -276,10 +278,12 @@ def test_a_late_stop_may_save_before_a_loop_of_ones_own_asks_for_its_first_batch
         training.commit(0.0)
 
     loop, state, _ = make_loop(Watched(), train)
-    if extra is not None:
+    if extra == "average":
+        state.extras["ema"] = AveragedWeights(state.model, 0.9)
+    elif extra is not None:
         state.extras[extra] = torch.optim.lr_scheduler.ConstantLR(state.optimizer)
     loop.run(WORLD, steps(Watched()))
-    assert could_save == [extra != "scheduler"]
+    assert could_save == [extra in (None, "average")]
     assert not state.lock.acquire(0.0)
 
 
