@@ -1065,3 +1065,52 @@ def test_gradients_of_a_step_that_was_broken_off_are_not_added_to_the_redone_one
     assert [e["cause"] for e in events(cluster.run_dir, "world") if e["rank"] == 0][1:] == ["peer_lost"] * 2
     ours, expected = (newest_snapshot(run)[1]["model"] for run in (cluster.run_dir, cluster.path / "alone"))
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+
+
+OF_ALL_RANKS = """
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+import elastic_train
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+
+
+class Pairs(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = torch.nn.Linear(4, 3), torch.nn.Linear(2, 3)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, images, texts):
+        return self.scale.exp() * F.normalize(self.image(images)), F.normalize(self.text(texts))
+
+
+RECIPE
+
+
+data = TensorDataset(torch.randn(130, 4), torch.randn(130, 2))
+model = Pairs()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+elastic_train.run(train, model, optimizer, data, elastic_train.parse_flags())
+"""
+
+
+def test_a_loss_over_all_samples_of_a_step_as_the_readme_has_it(cluster: Cluster) -> None:
+    """64 samples on three ranks, and two at the end of an epoch, are those of one rank."""
+    readme = (Path(own_loop.__file__).parents[1] / "training" / "README.md").read_text()
+    [snippet] = [part for part in readme.split("```") if part.startswith("python\n") and "of_all_ranks" in part]
+    function, loop = snippet.removeprefix("python\n").split("\n\n\n")
+    begin = "def train(training):\n    ddp = training.parallel()\n    for _ in training.epochs():\n"
+    recipe = f"{function}\n\n\n{begin}{indent(loop, ' ' * 8)}"
+    (cluster.path / "script.py").write_text(OF_ALL_RANKS.replace("RECIPE", recipe))
+    flags = ["script.py", "--epochs", "2", "--global-batch-size", "64", "--run-dir"]
+    three = cluster.launch([*TORCHRUN, "--standalone", "--nproc-per-node=3", *flags, "three"], {})
+    one = cluster.launch([PYTHON, *flags, "one"], {})
+    cluster.finish([three, one])
+    ours, expected = (newest_snapshot(cluster.path / name)[1] for name in ("three", "one"))
+    torch.testing.assert_close(ours["model"], expected["model"], rtol=1e-9, atol=1e-9)
+    losses = [[round(e["loss"], 9) for e in events(cluster.path / name, "step")] for name in ("three", "one")]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 6
