@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -80,6 +80,7 @@ class OwnParallel:
         self._steps.turn_to_function()
         if self._world_size > 1:
             ddp.register_comm_hook(self, OwnParallel._average_by_samples)
+        ddp.register_comm_hook = _refuse_hook  # type: ignore[method-assign]  # else it fails once a second worker joins
         shares_buffers: bool = getattr(ddp, SHARES_BUFFERS)
         if self._world_size == 1 or self._device.type == "cpu":  # one has rank 0's; else it is the hook that does it
             setattr(ddp, SHARES_BUFFERS, False)
@@ -210,6 +211,13 @@ def _refuse_changed(names: list[str], what: str, cause: UsageError | None = None
             f"{named(names)} changed since training.parallel() made the DDP module: {what}. Call training.parallel() "
             "again after freezing or thawing, at the top of the epoch"
         ) from cause
+
+
+def _refuse_hook(*_arguments: Any, **_options: Any) -> NoReturn:
+    raise UsageError(
+        "register_comm_hook() of a module that training.parallel() has made: it has a hook, which weighs gradients by "
+        "samples, and DDP takes one alone; leave it out"
+    )
 
 
 class _ForwardBegins:

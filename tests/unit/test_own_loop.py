@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import TensorDataset
 
 from elastic_train.config import Config
@@ -220,6 +222,25 @@ def test_what_a_broken_off_broadcast_has_left_in_the_weights_is_put_back() -> No
     is_broken = False
     broadcast()
     assert module.weight.tolist() == [7.0, 7.0]
+
+
+def test_another_communication_hook_is_refused_before_a_second_worker_joins() -> None:
+    anything: Any = SimpleNamespace
+    watcher = anything(do=lambda *_: None)
+    steps = anything(turn_to_function=lambda: None)
+    parallel = OwnParallel(
+        anything(world_size=1), torch.device("cpu"), watcher, steps, anything(), lambda: None, lambda: None
+    )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = parallel.wrap(nn.Linear(1, 1))
+        with pytest.raises(
+            UsageError, match=r"^register_comm_hook\(\) of a module that training.parallel\(\) has made"
+        ):
+            ddp.register_comm_hook(None, fp16_compress_hook)
+    finally:
+        parallel.close()
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("samples", [10, 3])
