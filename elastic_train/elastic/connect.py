@@ -370,7 +370,9 @@ def wait_for_listener(host: str, port: int, deadline: float, stop: StopSignal) -
 
 
 def local_address(launch: Launch, warn: Callable[[str], None]) -> str:
-    """The IP address by which other members reach this worker. Blocks and warns as `address_towards`."""
+    """The IP address by which other members reach this worker. Blocks and warns as `address_towards_any`."""
+    if launch.local_address is not None:
+        return launch.local_address
     if launch.c10d is not None:
         return address_towards_any(launch.c10d.endpoints, warn)
     if launch.etcd is not None:

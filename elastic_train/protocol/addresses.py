@@ -56,39 +56,74 @@ def split_endpoint(text: str) -> tuple[str, int]:
 
 
 def address_towards(host: str, port: int, warn: Callable[[str], None]) -> str:
-    """The local IP address from which `host` is reached; 127.0.0.1 where it cannot be found out. Blocks for
-    LOOK_UP_SECONDS where no name server answers.
-
-    A host name that leads to the loopback interface, as Debian's 127.0.1.1 does on the very host, is meant for others
-    too: then it is the address of the default route, if there is one.
-
-    Args:
-        warn: told where the name leads nowhere: the address may be wrong.
-    """
-    default = "127.0.0.1"
-    with suppress(OSError):
-        default = source_address(NOBODY, 9)
-    try:
-        ip = look_up(host)[0]
-    except (OSError, ValueError) as error:
-        warn(
-            f"the name in {host}:{port} leads nowhere ({first_line(error)}): others are told {default}, the address of "
-            "the default route; check the name server, or give an IP address instead of the name"
-        )
-        return default
-    with suppress(OSError):  # there may be no route
-        found = source_address(ip, port)
-        is_loopback = ipaddress.ip_address(found).is_loopback
-        if not is_loopback or host in ("localhost", "::1") or host.startswith("127."):
-            return found
-    return default
+    """As `address_towards_any`, for one host."""
+    return _address_towards([(host, port)], warn)
 
 
 def address_towards_any(endpoints: Sequence[str], warn: Callable[[str], None]) -> str:
-    """The local IP address towards the first of several HOST:PORT that is reached by one that others can use too.
-    Blocks and warns as `address_towards`, for each of them."""
-    found = [address_towards(*split_endpoint(endpoint), warn) for endpoint in endpoints]
-    return next((address for address in found if not ipaddress.ip_address(address).is_loopback), found[0])
+    """The local IP address from which the machines of several HOST:PORT are reached. Blocks for LOOK_UP_SECONDS for
+    each of them where no name server answers.
+
+    The route to another machine counts first, for this machine's own name may lead to any interface of it. One that
+    leads to the loopback interface, as Debian's 127.0.1.1 does, is meant for others too: where no name says more, it is
+    the address of the default route, or 127.0.0.1 where there is none.
+
+    Args:
+        warn: told of each name that leads nowhere.
+    """
+    return _address_towards([split_endpoint(endpoint) for endpoint in endpoints], warn)
+
+
+def _address_towards(endpoints: Sequence[tuple[str, int]], warn: Callable[[str], None]) -> str:
+    of_routes: list[str] = []
+    of_own_names: list[str] = []
+    of_loopback: list[str] = []
+    nowhere: list[str] = []
+    for host, port in endpoints:
+        try:
+            ip = look_up(host)[0]
+        except (OSError, ValueError) as error:
+            nowhere.append(f"the name in {host}:{port} leads nowhere ({first_line(error)})")
+            continue
+        with suppress(OSError):  # there may be no route
+            found = source_address(ip, port)
+            if not ipaddress.ip_address(found).is_loopback:
+                (of_own_names if found == ip else of_routes).append(found)
+            elif _is_for_this_machine(host):
+                of_loopback.append(found)
+    known = [*of_routes, *of_own_names]
+    if len(of_loopback) == len(endpoints):
+        known += of_loopback
+    address, are_told = known[0] if known else "127.0.0.1", ""
+    if not known:
+        with suppress(OSError):
+            address = source_address(NOBODY, 9)
+        are_told = f"others are told {address}, the address of the default route; "
+    for what in nowhere:
+        warn(f"{what}: {are_told}check the name server, or give an IP address instead of the name")
+    return address
+
+
+def own_address(host: str) -> str | None:
+    """The address of this machine that a name or an address of it leads to; None where that is a loopback one, as
+    Debian's 127.0.1.1 is, but meant for others. Blocks as `look_up`.
+
+    Raises:
+        ValueError: it leads to none of this machine's.
+    """
+    try:
+        own = [ip for ip in look_up(host) if _is_own(ip)]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"it leads nowhere ({first_line(error)})") from error
+    if not own:
+        raise ValueError("no network interface of this machine has it")
+    is_any = _is_for_this_machine(host)
+    return next((ip for ip in own if is_any or not ipaddress.ip_address(ip).is_loopback), None)
+
+
+def _is_for_this_machine(host: str) -> bool:
+    """Whether it is a loopback address that was asked for."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def source_address(ip: str, port: int) -> str:

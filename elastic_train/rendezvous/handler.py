@@ -24,11 +24,12 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from elastic_train.errors import UsageError, write_line
-from elastic_train.protocol.addresses import parse_endpoints
+from elastic_train.protocol.addresses import own_address, parse_endpoints
 from elastic_train.rendezvous.command_line import agent_arguments, launches_elastic_train
 from elastic_train.rendezvous.etcd_settings import LAST_CALL_SECONDS as ETCD_LAST_CALL_SECONDS
 from elastic_train.rendezvous.etcd_settings import SETTINGS_VARIABLE, EtcdSettings, read_seconds
 from elastic_train.rendezvous.launch import (
+    ADDRESS_VARIABLE,
     C10D_VARIABLE,
     JOIN_SECONDS,
     LAST_CALL_SECONDS,
@@ -178,12 +179,20 @@ def _workers_handler(
     parameters: RendezvousParameters, where: str, variable: str, settings: C10dSettings | EtcdSettings
 ) -> WorkersHandler:
     """Hand the settings to the workers. Here and not in the hook: torch may log that the hook failed, and go on."""
+    try:
+        address = own_address(parameters.local_addr) if parameters.local_addr else None
+    except ValueError as error:
+        _exit(
+            UsageError(f"--local-addr={parameters.local_addr}: {error}; give an IP address that `ip addr` shows here")
+        )
     line = announcement(where, settings)
     if line is not None:
         write_line(line)
     os.environ[variable] = settings.to_json()
     os.environ[MIN_NODES_VARIABLE] = str(settings.min_nodes)
     os.environ[NODE_VARIABLE] = _new_node_id()
+    if address is not None:
+        os.environ[ADDRESS_VARIABLE] = address
     return WorkersHandler(parameters)
 
 

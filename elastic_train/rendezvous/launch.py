@@ -38,7 +38,8 @@ one thread that serves everybody, and a name server that does not answer must no
 C10D_VARIABLE = "ELASTIC_TRAIN_C10D"
 MIN_NODES_VARIABLE = "ELASTIC_TRAIN_MIN_NODES"
 NODE_VARIABLE = "ELASTIC_TRAIN_NODE"
-MARKERS = (C10D_VARIABLE, SETTINGS_VARIABLE, MIN_NODES_VARIABLE, NODE_VARIABLE)
+ADDRESS_VARIABLE = "ELASTIC_TRAIN_ADDRESS"
+MARKERS = (C10D_VARIABLE, SETTINGS_VARIABLE, MIN_NODES_VARIABLE, NODE_VARIABLE, ADDRESS_VARIABLE)
 """what an agent sets for its workers"""
 NO_PLUG_IN = (
     "the torchrun plug-in of elastic_train is missing (pip install it on every node), or did not see that the program "
@@ -99,6 +100,8 @@ class Launch:
     """the same in a cluster of etcd; a world with neither is fixed, and rank, world_size and num_nodes are its own"""
     node_id: str = ""
     """what the workers of this node have in common and no other node has; set with `c10d` and with `etcd`"""
+    local_address: str | None = None
+    """IP address by which the others reach this node, where --local-addr says it"""
 
     @property
     def is_open(self) -> bool:
@@ -162,6 +165,7 @@ class Launch:
             c10d=c10d,
             etcd=EtcdSettings.from_json(etcd) if etcd is not None else None,
             node_id=environ.get(NODE_VARIABLE) or _derived_node_id(environ, agent_pid) if is_own_node else "",
+            local_address=environ.get(ADDRESS_VARIABLE) if is_own_node else None,
         )
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,8 +35,8 @@ from elastic_train.elastic.trainer import Program, Trainer
 from elastic_train.elastic.whole_steps import ALONE, Beginning, WholeSteps
 from elastic_train.elastic.world_end import judge
 from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDiverged
-from elastic_train.protocol import names
-from elastic_train.protocol.addresses import address_towards
+from elastic_train.protocol import addresses, names
+from elastic_train.protocol.addresses import address_towards, address_towards_any, own_address
 from elastic_train.protocol.heartbeat import Pace
 from elastic_train.rules import Activity, Failure
 from elastic_train.system import open_sockets
@@ -428,6 +429,72 @@ def test_a_name_that_leads_nowhere_is_told(host: str) -> None:
     assert address_towards(host, 29400, warnings.append) == address_towards("192.0.2.1", 9, pytest.fail)
     assert len(warnings) == 1
     assert f"{host}:29400 leads nowhere" in warnings[0]
+
+
+TWO_NETWORKS = {"h1": "127.0.1.1", "h2": "192.168.56.12", "h3": "192.168.56.13", "mine": "10.0.2.15"} | {
+    "localhost": "127.0.0.1"
+}
+"""what names lead to on a host that has 192.168.56.11 and 10.0.2.15; the default route is the latter's"""
+
+
+@pytest.fixture
+def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def source_address(ip: str, _port: int) -> str:
+        return "127.0.0.1" if ip.startswith("127.") else "192.168.56.11" if ip.startswith("192.168.") else "10.0.2.15"
+
+    def look_up(host: str) -> list[str]:
+        if host.startswith("gone"):
+            raise OSError("no such name")
+        return [TWO_NETWORKS.get(host, host)]
+
+    monkeypatch.setattr(addresses, "look_up", look_up)
+    monkeypatch.setattr(addresses, "source_address", source_address)
+
+
+@pytest.mark.parametrize("names", [*permutations(("h1", "h2", "h3")), ("mine", "h2"), ("localhost", "h3"), ("h2",)])
+@pytest.mark.usefixtures("two_networks")
+def test_on_two_networks_the_one_of_the_other_nodes_is_told(names: tuple[str, ...]) -> None:
+    assert address_towards_any([f"{name}:29400" for name in names], pytest.fail) == "192.168.56.11"
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("h1",), "10.0.2.15"),
+        (("mine", "h1"), "10.0.2.15"),
+        (("localhost", "h1"), "10.0.2.15"),
+        (("localhost",), "127.0.0.1"),
+        (("localhost", "127.0.0.1"), "127.0.0.1"),
+    ],
+)
+@pytest.mark.usefixtures("two_networks")
+def test_where_no_other_node_is_named(names: tuple[str, ...], told: str) -> None:
+    assert address_towards_any([f"{name}:29400" for name in names], pytest.fail) == told
+
+
+@pytest.mark.parametrize(("names", "told"), [(("gone", "h2"), "192.168.56.11"), (("localhost", "gone"), "10.0.2.15")])
+@pytest.mark.usefixtures("two_networks")
+def test_a_name_that_leads_nowhere_beside_others(names: tuple[str, ...], told: str) -> None:
+    warnings: list[str] = []
+    assert address_towards_any([f"{name}:29400" for name in names], warnings.append) == told
+    assert len(warnings) == 1
+    assert "gone:29400 leads nowhere" in warnings[0]
+    assert ("default route" in warnings[0]) == (told == "10.0.2.15")
+
+
+@pytest.mark.parametrize(("ip", "own"), [("127.0.1.1", None), ("127.0.0.2", "127.0.0.2")])
+def test_an_own_name_that_leads_to_the_loopback_interface_says_nothing(
+    ip: str, own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = "h1" if own is None else ip
+    monkeypatch.setattr(addresses, "look_up", lambda _host: [ip])
+    assert own_address(host) == own
+
+
+@pytest.mark.parametrize(("host", "why"), [("192.0.2.1", "no network interface"), ("no..name", "leads nowhere")])
+def test_an_address_of_no_interface_here_is_refused(host: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        own_address(host)
 
 
 # --- whose error it is ------------------------------------------------------------------------------------------------

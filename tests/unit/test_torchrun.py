@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher import api as torch_launcher
 
 from elastic_train import wording
+from elastic_train.elastic.connect import local_address
 from elastic_train.errors import FormationFailed, UsageError
 from elastic_train.protocol.addresses import normalize_endpoint, parse_endpoints, split_endpoint
 from elastic_train.rendezvous import command_line, hook, launch
@@ -46,6 +47,7 @@ from elastic_train.rendezvous.handler import (
     read_c10d_settings,
 )
 from elastic_train.rendezvous.launch import (
+    ADDRESS_VARIABLE,
     C10D_VARIABLE,
     MARKERS,
     MIN_NODES_VARIABLE,
@@ -349,6 +351,29 @@ def test_agents_that_wait_for_no_time_are_told_in_a_line(
     assert capsys.readouterr().err == (
         f"elastic_train: error: {key}={value} in --rdzv-conf: give a number of seconds above 0\n"
     )
+
+
+@pytest.mark.parametrize("backend", ["c10d", "etcd3"])
+@pytest.mark.parametrize("given", ["127.0.0.2", "localhost"])
+def test_an_address_that_is_given_is_the_nodes(backend: str, given: str) -> None:
+    of = {"endpoint": "h:1", "local_addr": given, "max_nodes": 1}
+    if backend == "c10d":
+        create_c10d_handler(parameters(**of))
+    else:
+        create_handler(parameters("etcd3", membership="workers", **of))
+    started = Launch.from_environment(
+        OF_WORKERS | {name: os.environ[name] for name in MARKERS if name in os.environ}, None
+    )
+    assert local_address(started, pytest.fail) == ("127.0.0.1" if given == "localhost" else given)
+
+
+def test_an_address_of_another_machine_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        create_c10d_handler(parameters(local_addr="192.0.2.1"))
+    assert ended.value.code == 2
+    assert ADDRESS_VARIABLE not in os.environ
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("elastic_train: error: --local-addr=192.0.2.1: no network interface of this machine has it")
 
 
 def test_what_is_told_is_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
