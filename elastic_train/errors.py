@@ -30,7 +30,7 @@ ElasticTrainError            ends a worker with one line; `exit_code` says with 
 │   └── Refused              its flags, data or versions are not those of the run
 │       └── SecondJob        two jobs of one run id have met, and the other one goes on
 ├── JobFinished              the job reached its end while this worker waited to be admitted (exit code 0)
-└── Stopped                  a signal ended this worker while it waited for others (exit code 143 or 130)
+└── Stopped                  a signal ended this worker while it waited for others (exit code 143, 130 or 129)
 
 Anything else that reaches the end of the process is a bug, ours or the task's, and shows its traceback.
 """
@@ -251,7 +251,7 @@ class JobFinished(ElasticTrainError):
 
 
 class Stopped(ElasticTrainError):
-    """SIGTERM, SIGINT or a notice told this worker to stop before it had anything to save."""
+    """SIGTERM, SIGINT, SIGHUP or a notice told this worker to stop before it had anything to save."""
 
     def __init__(self, signum: int, why: str | None = None) -> None:
         super().__init__(f"stopped by {why or signal.Signals(signum).name}")

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT, or a notice that the node goes away: finish the step in hand, save, leave."""
+"""SIGTERM, SIGINT, SIGHUP, or a notice that the node goes away: finish the step in hand, save, leave."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ HOPELESS_SECONDS = 25.0
 LEAST_SECONDS = 10.0
 """that a notice leaves, whatever it says: half of it is for the grace time and a step. Where the deadline is nearer, or
 over, the source's clock may be another one, and a late stop before the vote to leave would lose what it need not"""
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def signals_to_handle() -> list[signal.Signals]:
+    """SIGNALS, without a SIGHUP that this process ignores: so nohup leaves it."""
+    return [one for one in SIGNALS if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
 
 
 class StopSignal:
@@ -77,7 +82,7 @@ class StopSignal:
 
     def install(self) -> None:
         """Call from the main thread."""
-        self._before = {signum: signal.signal(signum, self._remember) for signum in SIGNALS}
+        self._before = {signum: signal.signal(signum, self._remember) for signum in signals_to_handle()}
         ears, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)

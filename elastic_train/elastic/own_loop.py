@@ -124,7 +124,7 @@ def run(
         The state at the end, equal on every rank; also where it could not be saved, which is told.
 
     Raises:
-        SystemExit: training is not finished: stopped by a signal with the state saved (143, 130), or an error that
+        SystemExit: training is not finished: stopped by a signal with the state saved (143, 130, 129), or an error that
             training cannot get past (1, 2), which was told in one line. Or it is, by the others (0): this worker was a
             spare, came too late or was left out, and does not have what they have trained.
         What the training function raises, in the worker in which it did; others go on without that one, or stop with

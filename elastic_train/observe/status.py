@@ -38,7 +38,7 @@ class RunState(StrEnum):
     RUNNING = "running"
     FINISHED = "finished"
     STOPPED = "stopped"
-    """by SIGTERM or SIGINT, state saved"""
+    """by SIGTERM, SIGINT or SIGHUP, state saved"""
     FAILED = "failed"
     DEAD = "dead"
     """ended without a `done` event: every worker that wrote last is gone from this machine"""

@@ -12,12 +12,17 @@ This module imports nothing heavy at module level: agents load it before anythin
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import MutableMapping
 from typing import Any
 
 from elastic_train.rendezvous.command_line import agent_arguments, has_free_port, launches_elastic_train
 from elastic_train.rendezvous.launch import MARKERS, NAME_LOOKUP_OPTIONS
 from elastic_train.system import AGENT_VARIABLE, name_of_process
+
+SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+"""torch's: those for which its agent ends the workers"""
 
 
 def prepare_agent() -> Any:
@@ -48,6 +53,7 @@ def answer_c10d(registry: Any) -> None:
         for marker in MARKERS:  # an agent that a worker of another job has started inherits that job's
             os.environ.pop(marker, None)
         os.environ[AGENT_VARIABLE] = name_of_process(os.getpid())
+        keep_nohup(os.environ)
         is_of_one = has_free_port(params.endpoint) and params.min_nodes == 1  # else it would wait in vain
         if params.backend == "etcd3" or (params.backend == "c10d" and is_of_one):
             return of_torch(params)
@@ -58,6 +64,14 @@ def answer_c10d(registry: Any) -> None:
         return handler.create_fixed_handler(params, of_torch)
 
     registry.get_rendezvous_handler = get_rendezvous_handler
+
+
+def keep_nohup(environ: MutableMapping[str, str]) -> None:
+    """Where this process ignores SIGHUP, as nohup leaves it, have torch leave it so: it would handle the signal, and
+    end all workers with it. torch has set the variable by now, and reads it when it starts workers."""
+    if SIGNALS_VARIABLE in environ and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        names = environ[SIGNALS_VARIABLE].split(",")
+        environ[SIGNALS_VARIABLE] = ",".join(name for name in names if name.strip() != "SIGHUP")
 
 
 def refuse_as_backend(_parameters: Any) -> Any:

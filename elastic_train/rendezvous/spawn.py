@@ -11,6 +11,7 @@ from types import FrameType
 
 from elastic_train.errors import UsageError
 from elastic_train.rendezvous.slurm import torchrun_variables
+from elastic_train.stopping import signals_to_handle
 from elastic_train.system import AGENT_VARIABLE, name_of_process, require_linux
 
 
@@ -37,7 +38,8 @@ def spawn(num_workers: int, arguments: Sequence[str]) -> int:
     """Run workers with these flags and wait for all of them; returns the exit code of the whole.
 
     This process hosts their store, so any of them may die; the others go on. 0 where one reached the end of training,
-    else the first worker's code that is not 0. SIGTERM and SIGINT are passed on to all of them.
+    else the first worker's code that is not 0. SIGTERM and SIGINT are passed on to all of
+    them, and SIGHUP, unless this process ignores it.
     """
     require_linux("--spawn")
     from torch.distributed import TCPStore
@@ -63,7 +65,7 @@ def spawn(num_workers: int, arguments: Sequence[str]) -> int:
         for worker in workers:
             worker.send_signal(signum)  # nothing where it has ended
 
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in signals_to_handle():
         signal.signal(signum, pass_on)
     command = [sys.executable, "-m", "elastic_train", *arguments]
     for rank in range(num_workers):

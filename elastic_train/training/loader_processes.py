@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from elastic_train.config import Config
-from elastic_train.stopping import die_with_parent
+from elastic_train.stopping import SIGNALS, die_with_parent
 from elastic_train.training.epoch_dataset import EpochDataset, as_fetched
 from elastic_train.training.sampler import MicroBatch
 
@@ -31,7 +31,6 @@ POLL_SECONDS = 0.002
 MOST_STARTS = 3
 _ending: list[threading.Thread] = []
 """each ends the processes of a loader that was let go"""
-_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
 def open_loader(
@@ -162,7 +161,7 @@ def _start_method(config: Config) -> str:
 def _signals_blocked() -> Iterator[None]:
     """A process that is forked now is deaf to what torchrun, terminals and torch send until its first line. One that
     never comes to it would pass them on to this process: it has the pipe that wakes the thread that listens here."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
@@ -190,6 +189,6 @@ def start_loader_process(_worker: int, begun: Semaphore | None = None) -> None:
     torch.set_num_threads(1)
     if begun is not None:
         begun.release()
-        while signal.sigtimedwait(_SIGNALS, 0) is not None:
+        while signal.sigtimedwait(SIGNALS, 0) is not None:
             pass  # it came before there was a process group of its own
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -82,8 +83,19 @@ class Poisoned(Task):
 """
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signal_saves_and_stops(cluster: Cluster, signum: int, code: int) -> None:
+@pytest.fixture
+def at_hangup() -> Iterator[Callable[[signal.Handlers], object]]:
+    """Sets what SIGHUP does to processes that are started from then on: nohup ignores it."""
+    inherited = signal.getsignal(signal.SIGHUP)
+    yield lambda handler: signal.signal(signal.SIGHUP, handler)
+    signal.signal(signal.SIGHUP, inherited)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_signal_saves_and_stops(
+    cluster: Cluster, signum: int, code: int, at_hangup: Callable[[signal.Handlers], object]
+) -> None:
+    at_hangup(signal.SIG_DFL)
     node = cluster.start_alone(*ENDLESS)
     wait_for_step(cluster.run_dir, 30)
     node.signal(signum)
@@ -94,6 +106,31 @@ def test_signal_saves_and_stops(cluster: Cluster, signum: int, code: int) -> Non
     assert f"stopped by {signal.Signals(signum).name} at step {step}" in node.text()
     assert "error" not in node.text()
     assert not (cluster.run_dir / "result.json").exists()
+
+
+@pytest.mark.slow
+def test_a_terminal_that_closes_under_nohup_and_without(
+    cluster: Cluster, at_hangup: Callable[[signal.Handlers], object]
+) -> None:
+    """torchrun handles SIGHUP, whatever it was left as, and sends it to its workers."""
+    at_hangup(signal.SIG_IGN)
+    [node] = cluster.start(*ENDLESS)
+    wait_for_step(cluster.run_dir, 5)
+    node.signal(signal.SIGHUP)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 100)
+    node.signal(signal.SIGTERM)
+    assert node.wait(30) == 1, node.text()
+    assert [event["signal"] for event in events(cluster.run_dir, "signal")] == ["SIGTERM"]
+
+    at_hangup(signal.SIG_DFL)
+    began_at = last_step(cluster.run_dir)
+    [node] = cluster.start(*ENDLESS)
+    wait_for_step(cluster.run_dir, began_at + 5)
+    node.signal(signal.SIGHUP)
+    assert node.wait(30) == 1, node.text()
+    assert [event["signal"] for event in events(cluster.run_dir, "signal")] == ["SIGTERM", "SIGHUP"]
+    assert outcomes(cluster.run_dir) == ["stopped"] * 2
+    assert newest_snapshot(cluster.run_dir)[0].step == last_step(cluster.run_dir)
 
 
 @pytest.mark.slow

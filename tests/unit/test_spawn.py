@@ -15,7 +15,7 @@ from elastic_train.rendezvous import spawn as spawning
 from elastic_train.rendezvous.spawn import is_spawner, spawn
 from elastic_train.system import AGENT_VARIABLE
 
-HANDLED = (signal.SIGTERM, signal.SIGINT)
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class FakeWorker:
@@ -51,6 +51,19 @@ def test_a_signal_that_comes_while_workers_are_started_reaches_each_once(workers
     """Twice means to end at once."""
     assert spawn(3, []) == 128 + signal.SIGTERM
     assert [worker.told for worker in workers] == [[signal.SIGTERM]] * 3
+
+
+@pytest.mark.parametrize(
+    ("before", "told"), [(signal.SIG_DFL, [signal.SIGTERM, signal.SIGHUP]), (signal.SIG_IGN, [signal.SIGTERM])]
+)
+def test_a_terminal_that_closes_is_passed_on(
+    before: signal.Handlers, told: list[int], workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not under nohup, which ignores it."""
+    signal.signal(signal.SIGHUP, before)
+    monkeypatch.setattr(FakeWorker, "wait", lambda _self: os.kill(os.getpid(), signal.SIGHUP) or 0)
+    assert spawn(1, []) == 0
+    assert [worker.told for worker in workers] == [told]
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "run", AGENT_VARIABLE: "1 1"}

@@ -115,6 +115,30 @@ def test_who_has_come_to_an_end_is_not_late() -> None:
     run(UNINSTALLED)
 
 
+AT_HANGUP = """
+import os, signal
+from elastic_train.stopping import StopSignal
+
+signal.signal(signal.SIGHUP, {before})
+stop = StopSignal()
+stop.install()
+os.kill(os.getpid(), signal.SIGHUP)
+assert stop.is_requested == {is_requested}
+assert stop.cause == signal.{cause}
+stop.uninstall()
+assert signal.getsignal(signal.SIGHUP) == {before}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "is_requested", "cause"),
+    [("signal.SIG_DFL", True, "SIGHUP"), ("signal.SIG_IGN", False, "SIGTERM")],
+    ids=["a terminal", "nohup"],
+)
+def test_a_terminal_that_closes(before: str, is_requested: bool, cause: str) -> None:
+    run(AT_HANGUP.format(before=before, is_requested=is_requested, cause=cause))
+
+
 TWICE = """
 import os, signal, threading, time
 from elastic_train.stopping import StopSignal

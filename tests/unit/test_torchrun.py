@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -374,6 +375,24 @@ def test_an_address_of_another_machine_is_told(capsys: pytest.CaptureFixture[str
     assert ADDRESS_VARIABLE not in os.environ
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("elastic_train: error: --local-addr=192.0.2.1: no network interface of this machine has it")
+
+
+@pytest.mark.parametrize(
+    ("left_as", "handled"),
+    [(signal.SIG_IGN, "SIGTERM,SIGINT,SIGQUIT"), (signal.SIG_DFL, "SIGTERM,SIGINT,SIGHUP,SIGQUIT")],
+)
+def test_torch_handles_no_hangup_that_nohup_ignores(
+    left_as: signal.Handlers, handled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(hook.SIGNALS_VARIABLE, "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    registry = SimpleNamespace(get_rendezvous_handler=None)
+    hook.answer_c10d(registry)
+    before = signal.signal(signal.SIGHUP, left_as)
+    try:
+        registry.get_rendezvous_handler(parameters())
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert os.environ[hook.SIGNALS_VARIABLE] == handled
 
 
 def test_what_is_told_is_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
