@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from elastic_train.errors import FormationFailed, LeftOut, ReturnedAlone, StoreUnreachable
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.liveness import Watcher
+from elastic_train.protocol.store import SharedStore
 from elastic_train.rules import Activity
 from elastic_train.world import Reach, World
 
@@ -145,7 +146,7 @@ class Barriers:
             return self._around.monotonic() >= deadline or (world.rank == 0 and all(gone))
 
         with suppress(*NOBODY_THERE):  # then rank 0 has seen all, and is gone
-            self._meet_at_rank_0(world, "through", is_over)
+            self._meet_at_rank_0(self._job.parting_store(world), world, "through", is_over)
 
     def return_together(self, world: World, step: int, *, is_end: bool) -> None:
         """The training function has returned here: wait until it has on all ranks, before any collective of ours would
@@ -174,11 +175,13 @@ class Barriers:
 
         try:
             store, key = self._job.world_store(world), f"{self._job.world_key(world)}/returned"
-            self._meet_at_rank_0(world, "returned", is_over)
+            self._meet_at_rank_0(store, world, "returned", is_over)
         except StoreUnreachable as error:
             raise no_answer(world) from error
 
-    def _meet_at_rank_0(self, world: World, name: str, is_over: Callable[[Sequence[int]], bool]) -> None:
+    def _meet_at_rank_0(
+        self, store: SharedStore, world: World, name: str, is_over: Callable[[Sequence[int]], bool]
+    ) -> None:
         """Until all who train have come here, or `is_over` says so, which is asked between two looks.
 
         Args:
@@ -186,7 +189,7 @@ class Barriers:
 
         Raises: StoreUnreachable. What `is_over` raises.
         """
-        store, key = self._job.world_store(world), f"{self._job.world_key(world)}/{name}"
+        key = f"{self._job.world_key(world)}/{name}"
         store.put(f"{key}/{world.rank}", "")
         others = {f"{key}/{rank}": rank for rank in range(world.world_size) if rank != world.rank}
         missing = others if world.rank == 0 else {f"{key}/all": 0}

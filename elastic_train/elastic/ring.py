@@ -269,12 +269,16 @@ class Stages:
         self._interruption = Interruption("leave")
         return Stage.MEET if self._result is None else Stage.FINISH
 
-    def break_off(self, error: Exception) -> None:
+    def break_off(self, error: Exception) -> Stage:
         """An error has ended the world: find out whose it is. Raises it where it is not a lost peer's."""
         self._membership.watcher.announce_broken()  # before anything else that may take its time
         broken_at, world, resume = self._clock(), self._present, self._parts.resume
         self._formed = self._resumed = None
         error = self.group.break_off(error, self._worker.device)
+        if isinstance(error, Stopped) and resume.has_state:  # told to stop as it waited for a store
+            self.is_inside = False
+            resume.lose_step(broken_at - self._parts.trainer.step_started)
+            return Stage.STOP
         step = self._worker.state.step + (not self._parts.trainer.was_applied)  # the one in hand
         verdict = judge(error, step, world, self._membership)
         if verdict is not Failure.PEER:
@@ -283,6 +287,7 @@ class Stages:
         del error  # the frames of its traceback refer to this one
         detected = broken_at - self._parts.trainer.step_started
         self._interruption = Interruption("peer_lost", detected, self._clock() - broken_at)
+        return Stage.MEET
 
     # --- the ends -----------------------------------------------------------------------------------------------------
 
@@ -382,9 +387,9 @@ class Ring:
         except Exception as error:  # of any kind: the code that is trained raises what it likes
             if not self._stages.is_inside:
                 raise
-            self._stages.break_off(error)
+            following = self._stages.break_off(error)
         # Out here the error is gone, and with it the last reference to the group: its sockets are closed.
-        return Stage.MEET
+        return following
 
     def _log(self, stage: Stage, following: Stage | int) -> None:
         where = "" if self.world is None else f" generation={self.world.generation} rank={self.world.rank}"

@@ -293,6 +293,9 @@ class CentralJob:
     def world_store(self, world: World) -> SharedStore:
         return self._store
 
+    def parting_store(self, world: World) -> SharedStore:
+        return self._parting
+
     def world_key(self, world: World) -> str:
         return f"{self._prefix}/{world.key}"
 

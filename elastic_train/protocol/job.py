@@ -198,6 +198,10 @@ class Job(Protocol):
     def world_store(self, world: World) -> SharedStore:
         """A store for what all members of a world share while it stands. Raises: StoreUnreachable."""
 
+    def parting_store(self, world: World) -> SharedStore:
+        """The same for a worker that is through: no call waits for long, nor ends by a stop. Raises:
+        StoreUnreachable."""
+
     def world_key(self, world: World) -> str:
         """Prefix of the world's keys in `world_store`."""
 

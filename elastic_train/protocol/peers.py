@@ -308,6 +308,8 @@ class PeerJob:
     def world_store(self, world: World) -> KeyValueStore:
         return self._clients.of_first(world)
 
+    parting_store = world_store
+
     def world_key(self, world: World) -> str:
         return world.key
 

@@ -276,6 +276,30 @@ def test_before_there_is_a_state_a_late_stop_waits_for_it() -> None:
     assert fake.could_save == []
 
 
+@pytest.mark.parametrize("stage", ["wait for workers", "into", "train"])
+def test_who_is_told_to_stop_while_it_waits_for_the_store_saves(stage: str) -> None:
+    """The store of etcd3 says so between two attempts, wherever this thread is by then."""
+    fake = Fake(**{stage: [Stopped(15)]}, **{"stop between worlds": [143]})
+    fake.has_state = True
+    assert fake.ring().run() == 143
+    calls = [call for call in fake.calls if call in ("broken", "group broken off", "lose step", "stop between worlds")]
+    assert calls == [
+        "broken",
+        *["group broken off"] * (stage != "wait for workers"),
+        "lose step",
+        "stop between worlds",
+    ]
+    assert "fail" not in fake.calls
+    assert fake.stages[-1] == "stop -> 143"
+
+
+def test_who_has_no_state_then_has_nothing_to_save() -> None:
+    fake = Fake(**{"wait for workers": [Stopped(15)]})
+    with pytest.raises(Stopped):
+        fake.ring().run()
+    assert "stop between worlds" not in fake.calls
+
+
 def test_what_ends_an_agreement_is_not_judged() -> None:
     fake = Fake(train=[LOST], agree=[StoreUnreachable("the store is gone")])
     with pytest.raises(StoreUnreachable):

@@ -15,7 +15,7 @@ from elastic_train.elastic import exits, next_world, run
 from elastic_train.elastic.barriers import Barriers, Surroundings, Waits
 from elastic_train.elastic.exits import Exits
 from elastic_train.elastic.next_world import Survivors
-from elastic_train.errors import ElasticTrainError, FormationFailed, JobFailed, LeftOut, UsageError
+from elastic_train.errors import ElasticTrainError, FormationFailed, JobFailed, LeftOut, Stopped, UsageError
 from elastic_train.protocol.agreement import Fatal
 from elastic_train.protocol.store import MemoryStore
 from elastic_train.rendezvous.launch import Launch
@@ -121,6 +121,7 @@ def test_who_is_through_is_through_though_its_job_is_taken_away(rank: int) -> No
     store, world = Taken(), MagicMock(rank=rank, world_size=2)
     job: Any = SimpleNamespace(
         world_store=lambda _world: store,
+        parting_store=lambda _world: store,
         world_key=lambda _world: "world",
         announce=lambda _world, name, text: store.create(name, text),
         finish=lambda _world: store.put("over", "finished"),
@@ -133,6 +134,20 @@ def test_who_is_through_is_through_though_its_job_is_taken_away(rank: int) -> No
     job.seconds_to_wait = lambda _world, _answered: 0.0
     with pytest.raises(LeftOut):  # who is not through is left out
         barriers.wait_for_workers(world)
+
+
+def test_who_is_through_is_through_though_it_is_told_to_stop_and_the_store_is_away() -> None:
+    """The store of a training thread raises Stopped between two attempts."""
+
+    class Away(MemoryStore):
+        def put(self, key: str, value: str) -> None:
+            raise Stopped(15)
+
+    job: Any = SimpleNamespace(
+        world_store=lambda _world: Away(), parting_store=lambda _world: MemoryStore(), world_key=lambda _world: "world"
+    )
+    world = MagicMock(rank=0, world_size=1)
+    Barriers(job, MagicMock(), Waits(10.0, 10.0, 10.0), Surroundings(), lambda: None).end_together(world)
 
 
 @pytest.mark.parametrize("is_spare", [False, True])
