@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from elastic_train.branches import Position, describe, id_of, parting_step
+from elastic_train.elastic.barriers import NOBODY_THERE
 from elastic_train.elastic.connect import Return
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.process_group import set_group_timeout
@@ -136,7 +137,12 @@ class Exits:
                 self._saver.save_and_wait(self._worker.state)
                 self._saver.wait()
         self._files.leave_bucket_between_worlds(world)
-        return self._say_stopped(time.monotonic() - started)
+        code = self._say_stopped(time.monotonic() - started)
+        if not world.is_first_of_node:
+            with suppress(*NOBODY_THERE):  # else the others, who may go on, wait for it as well
+                self._membership.leave(world, "stopped")
+            self._stay_while_first_saves(world)
+        return code
 
     def leave(self, world: World) -> int:
         """This node alone was told to stop; the step in hand is committed and the others have the state."""
@@ -170,9 +176,14 @@ class Exits:
         with suppress(StoreUnreachable):  # then the others lose it as a peer
             self._membership.leave(world, "stopped late")
         if not world.is_first_of_node:
-            deadline = None if stop.notice is None else stop.notice.deadline
-            _stay_for_first(world, SAVE_SECONDS if deadline is None else min(SAVE_SECONDS, deadline - time.time()))
+            self._stay_while_first_saves(world)
         return code
+
+    def _stay_while_first_saves(self, world: World) -> None:
+        """No longer than a notice leaves."""
+        notice = self._worker.stop.notice
+        deadline = None if notice is None else notice.deadline
+        _stay_for_first(world, SAVE_SECONDS if deadline is None else min(SAVE_SECONDS, deadline - time.time()))
 
     def _say_stopped(self, save_seconds: float) -> int:
         worker, state, reporter = self._worker, self._worker.state, self._worker.reporter

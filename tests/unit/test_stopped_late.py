@@ -74,10 +74,13 @@ class Life:
         )  # fmt: skip
         membership: Any = SimpleNamespace(leave=self.part("leave"))
         saver: Any = SimpleNamespace(
-            save_beside=self.part("save"), save_and_wait=self.part("save and wait"), unsaved=lambda _state: ""
+            save_beside=self.part("save"), save_and_wait=self.part("save and wait"), unsaved=lambda _state: "",
+            enter=lambda _world: None, wait=lambda: None,
+        )  # fmt: skip
+        files: Any = SimpleNamespace(
+            leave_bucket_alone=self.part("leave the bucket"), leave_bucket_between_worlds=self.part("leave the bucket")
         )
-        files: Any = SimpleNamespace(leave_bucket_alone=self.part("leave the bucket"))
-        exits = Exits(self.worker, membership, saver, trainer, files)
+        self.exits = exits = Exits(self.worker, membership, saver, trainer, files)
         self.noticed = Noticed(self.worker)
         self.late = LateStop(
             self.worker,
@@ -160,19 +163,27 @@ def test_another_worker_of_the_node_saves() -> None:
     assert "save" not in Life(make_stepping(), SECOND_OF_NODE).run()
 
 
-def test_it_stays_while_that_one_saves() -> None:
+@pytest.mark.parametrize("is_between_worlds", [False, True])
+def test_it_stays_while_that_one_saves(is_between_worlds: bool) -> None:
     """Its agent would end the one that saves, 30 s after the first of its workers has gone."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(20)
         first = replace(ME, address=listener.getsockname())
         life = Life(make_stepping(), replace(SECOND_OF_NODE, members=(first, SECOND_OF_NODE.members[1])))
-        thread = threading.Thread(target=life.run, daemon=True)
+        world = life.late._world()
+        assert world is not None
+
+        def stop_between_worlds() -> None:
+            life.calls.append(("end", life.exits.stop_between_worlds(world)))
+
+        thread = threading.Thread(target=stop_between_worlds if is_between_worlds else life.run, daemon=True)
         thread.start()
         for _ in range(3):
             listener.accept()[0].close()  # it looks whether the other one is there still
         assert life.calls[-1] == "leave", "the others know already"
     thread.join(20)
-    assert life.calls[-3:] == ["close", "release", ("end", 143)]
+    assert life.calls[-1] == ("end", 143)
+    assert not {"save", "save and wait"}.intersection(map(str, life.calls))
 
 
 def test_it_stays_no_longer_than_its_node_does() -> None:
