@@ -54,8 +54,10 @@ def frozen(member: EtcdMember) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def etcd_running(path: Path, size: int = 1, tls: Tls | None = None) -> Iterator[OwnEtcd]:
-    cluster = OwnEtcd(path, size, tls, flags=("--auth-token-ttl", "3"))  # so that a test lives to see one expire
+def etcd_running(path: Path, size: int = 1, tls: Tls | None = None, flags: Sequence[str] = ()) -> Iterator[OwnEtcd]:
+    cluster = OwnEtcd(
+        path, size, tls, flags=("--auth-token-ttl", "3", *flags)
+    )  # so that a test lives to see one expire
     try:
         cluster.start()
         yield cluster

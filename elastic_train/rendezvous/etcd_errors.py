@@ -84,7 +84,8 @@ def judge(error: Any, *, has_answered: bool = False) -> Exception:
     """What a gRPC error means: Transient, TokenRefused, LeaseLost, Compacted, or StoreRefused for all that stays.
 
     Args:
-        has_answered: whether the password was good once: the new one may not be in its file yet.
+        has_answered: whether a call was answered once. Then the password was good, and the new one may not be in its
+            file yet; and who trains can wait until somebody has made room in a full database.
     """
     import grpc
 
@@ -99,7 +100,8 @@ def judge(error: Any, *, has_answered: bool = False) -> Exception:
     if code == codes.RESOURCE_EXHAUSTED and "received message larger than max" in text:
         return StoreRefused(text, TOO_LARGE)  # gRPC's own limit, half a MiB above etcd's
     if code == codes.RESOURCE_EXHAUSTED and "too many requests" not in text:
-        return StoreRefused(f"it refuses to write: {text}", "a full database must be compacted and defragmented")
+        what, do = f"it refuses to write: {text}", "a full database must be compacted and defragmented"
+        return Transient(f"{what}; {do}") if has_answered else StoreRefused(what, do)
     if code == codes.PERMISSION_DENIED:
         return StoreRefused(
             f"{text}: the user's role does not allow this key prefix",
