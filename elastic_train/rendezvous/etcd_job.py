@@ -60,11 +60,13 @@ def open_job(
     peer_timeout: float,
     check: Callable[[], None],
     log: Callable[[str], None],
+    mark: str | None = None,
 ) -> JobEntry:
     """The living job of a run id, or a new one. Blocks for the grace where dead members cannot be told at once.
 
     Args:
         check: called now and then; raises to give up.
+        mark: a key that is put below the job's prefix, for a last worker that leaves to see that another one has come.
 
     Raises:
         StoreUnreachable, StoreRefused: as every call.
@@ -93,7 +95,9 @@ def open_job(
             continue
         try:
             job.keep(etcd)
-        except LeftOut:  # it ran out at this very moment
+            if mark is not None:
+                EtcdStore(etcd, lease=job.lease, guard=job.guard).put(f"{job.prefix}/{mark}", "")
+        except LeftOut:  # it ran out, or was taken away, at this very moment
             continue
         now = etcd.get(key)
         if now is not None and now.create_revision == entry.create_revision:

@@ -59,7 +59,9 @@ class EtcdJob(CentralJob):
         self._next_keep = 0.0
         self.connections = Connections(settings)
         etcd = Etcd(self.connections, deadline=settings.grace, before_retry=self._before_retry)
-        self._job = open_job(etcd, settings, run_id, peer_timeout=peer_timeout, check=check, log=log)
+        self._job = open_job(
+            etcd, settings, run_id, peer_timeout=peer_timeout, check=check, log=log, mark=f"here/{uid}"
+        )
         prefix = self._job.prefix
         self._mirror = Mirror(replace(etcd, before_retry=lambda _why: None), f"{prefix}/")
         self._own = EtcdStore(etcd, lease=self._job.lease, guard=self._job.guard, mirror=self._mirror)

@@ -11,15 +11,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
+from elastic_train.rendezvous import etcd_members
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_connections import Connections, import_etcd3
 from elastic_train.rendezvous.etcd_errors import LeaseLost
-from elastic_train.rendezvous.etcd_job import delete_job, open_job
+from elastic_train.rendezvous.etcd_job import JobEntry, delete_job, open_job
+from elastic_train.rendezvous.etcd_members import EtcdJob
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Guard, Mirror
 from elastic_train.tools.drills.nodes import free_port, is_listening, wait_until
@@ -340,6 +343,40 @@ def test_a_dead_job_that_another_start_takes_away_is_not_taken_for_a_living_one(
     assert job.prefix != dead.prefix
     EtcdStore(etcd, lease=job.lease, guard=job.guard).put(f"{job.prefix}/key", "value")
     delete_job(etcd, job)
+
+
+@pytest.mark.parametrize("moment", ["it is found", "it is read"])
+def test_a_job_whose_last_worker_leaves_as_one_comes(
+    trio: OwnEtcd, etcd: Etcd, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who comes is of it, or of the next one: whoever leaves looks whether somebody is here."""
+    old = open_it(etcd, trio, "three")
+    keep, mirror, attempts = JobEntry.keep, etcd_members.Mirror, []
+
+    def last_one_leaves(now: str) -> None:
+        if now == moment and not attempts:
+            attempts.append(now)
+            delete_job(etcd, old, unless_below=(f"{old.prefix}/here/",))
+
+    def keep_then_leave(entry: JobEntry, caller: Etcd) -> None:
+        keep(entry, caller)
+        last_one_leaves("it is found")
+
+    def leave_then_read(*arguments: Any) -> Mirror:
+        last_one_leaves("it is read")
+        return mirror(*arguments)
+
+    monkeypatch.setattr(JobEntry, "keep", keep_then_leave)
+    monkeypatch.setattr(etcd_members, "Mirror", leave_then_read)
+    job = EtcdJob(
+        trio.settings(), "three", uid="me", peer_timeout=1.0, max_world_size=None, check=lambda: None, log=print,
+        refused=lambda _members: [], draw_uid=lambda: "world",
+    )  # fmt: skip
+    assert attempts
+    assert etcd.get(f"{job._prefix}/here/me") is not None
+    assert (job._prefix == old.prefix) == (moment == "it is read")
+    job.close(None)
+    assert not etcd.below("/elastic_train/three/")[0], "nothing is left"
 
 
 def test_a_run_id_can_be_used_again(trio: OwnEtcd, etcd: Etcd) -> None:
