@@ -225,7 +225,7 @@ class Barriers:
 def expect_answer(job: Job, watcher: Watcher) -> None:
     """Ask a store that all need, and that the watcher finds silent. Raises: StoreUnreachable."""
     if watcher.store_silence.is_felt:
-        job.expect_answer(watcher.store_silence.seconds)
+        job.expect_answer(watcher.store_silence.awake.seconds)
         watcher.store_silence.note_answer()
 
 

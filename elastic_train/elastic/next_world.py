@@ -12,6 +12,7 @@ from elastic_train.branches import Branches
 from elastic_train.elastic.barriers import Surroundings, Waits, expect_answer
 from elastic_train.errors import FormationFailed, JobFailed, LeftOut, StoreUnreachable
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, Fatal, LeftBehind, Liveness, Presence, Wait
+from elastic_train.protocol.heartbeat import AwakeTime
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.join_queue import ready_nodes
 from elastic_train.protocol.liveness import Watcher
@@ -187,7 +188,7 @@ class Survivors:
         def has_run_out(factor: float) -> bool:
             return self._around.monotonic() - counted_from > factor * limit
 
-        looked, early_until = started, started + CONTACT_SECONDS
+        awake, early_until = AwakeTime(self._around.monotonic, CONTACT_SECONDS), started + CONTACT_SECONDS
 
         def is_early() -> bool:
             return self._is_before(early_until)
@@ -198,10 +199,10 @@ class Survivors:
         is_late = not has_formed and self._watcher.reason is None
         reports, next_ask = ReportTimes(started), started if is_late else started + ASK_SECONDS
         while True:
-            if (now := self._around.monotonic()) - looked > CONTACT_SECONDS:  # it was suspended meanwhile
-                early_until = now + CONTACT_SECONDS
+            if awake.look() > 0:  # it was suspended meanwhile
+                early_until = self._around.monotonic() + CONTACT_SECONDS
             found = agreement.look()
-            looked = self._around.monotonic()
+            awake.restart()
             if isinstance(found, Decided | Fatal):
                 return found
             if isinstance(found, LeftBehind):

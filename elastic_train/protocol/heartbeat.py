@@ -13,6 +13,8 @@ long it has been at something and for how long it may be, and the others hold it
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -30,6 +32,45 @@ FIRST_SECONDS = 1800.0
 COLLECTIVES = 10
 """usual collectives that one may take beyond the peer timeout, when all take part in it"""
 NUM_REMEMBERED = 64
+LONGEST_PAUSE = 2.5
+"""between two looks at a clock by a thread that waits for something: an attempt at a store, and a pause after it"""
+
+
+class AwakeTime:
+    """Seconds since `restart`, without those in which this process was suspended, or starved: then it learned nothing
+    of the others, and nobody could have answered it.
+
+    Who waits looks again and again. What is between two looks beyond `longest` is taken for a suspension. For any
+    thread.
+
+    Args:
+        longest: seconds between two looks of a process that is awake.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic, longest: float = LONGEST_PAUSE) -> None:
+        self._monotonic, self._longest = monotonic, longest
+        self._lock = threading.Lock()
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now on."""
+        with self._lock:
+            self._looked_at, self._seconds = self._monotonic(), 0.0
+
+    def look(self) -> float:
+        """Seconds of a suspension since the last look; 0 where there was none."""
+        with self._lock:
+            now = self._monotonic()
+            elapsed, self._looked_at = now - self._looked_at, now
+            awake = min(elapsed, self._longest)
+            self._seconds += awake
+            return elapsed - awake
+
+    @property
+    def seconds(self) -> float:
+        """That it was awake; a look, too."""
+        self.look()
+        return self._seconds
 
 
 class Pace:

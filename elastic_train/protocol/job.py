@@ -91,7 +91,7 @@ class Job(Protocol):
         """Where `find` looks, for a person."""
 
     def expect_answer(self, silence: float) -> None:
-        """The watcher has had no answer of a store that all need for so long. Raises: StoreUnreachable."""
+        """A store that all need has not answered the watcher for so many seconds awake. Raises: StoreUnreachable."""
 
     def create_fact(self, name: str, proposal: str) -> str:
         """The first value that was ever proposed under a name, ours or an earlier one."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from elastic_train.protocol.canary import Canary
+from elastic_train.protocol.heartbeat import AwakeTime
 from elastic_train.protocol.neighbours import (
     LONGEST_LINE,
     Callers,
@@ -291,7 +292,7 @@ class Links:
         self.sockets.selector.register(self._wake_read, selectors.EVENT_READ, self._take_wakes)
         self._wake_lock = threading.Lock()
         self._is_ping_due, self._next_ping = True, 0.0
-        self._awake_at = time.monotonic()
+        self._awake = AwakeTime(longest=4 * interval + 0.5)
         # A forked DataLoader process would keep connections open beyond this process's death.
         call_in_children(self._close_in_child)
 
@@ -336,27 +337,26 @@ class Links:
     def turn(self, seconds: float) -> bool:
         """Send what is due, and take what comes, for at most so long; returns as soon as anything was heard that may
         matter: whether there was."""
-        now = self._note_awake()
+        self._excuse_suspension()
+        now = time.monotonic()
         self._calls.follow()
         if self._is_ping_due or now >= self._next_ping:
             self._is_ping_due, self._next_ping = False, now + self._interval
             self._calls.ping(now)
             self._callers.look_after(now)
         ready = self.sockets.selector.select(max(0.0, min(seconds, self._next_ping - now)))
-        self._note_awake()
+        self._excuse_suspension()
         matters = False
         for key, _ in ready:
             matters |= key.data()
         return matters
 
-    def _note_awake(self) -> float:
-        """The time. Nobody was silent while this process was suspended, or starved."""
-        now = time.monotonic()
-        if now - self._awake_at > 4 * self._interval + 0.5:
+    def _excuse_suspension(self) -> None:
+        """Nobody was silent while this process was suspended, or starved."""
+        if self._awake.look() > 0:
+            now = time.monotonic()
             self._hearing.excuse_silence(now, now - self._interval)
             self._callers.excuse_silence(now)
-        self._awake_at = now
-        return now
 
     def close(self) -> None:
         """End all connections."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.contacts import Blame, Contacts, Judge, Pings
-from elastic_train.protocol.heartbeat import OwnHeartbeat, Pace, head_of
+from elastic_train.protocol.heartbeat import AwakeTime, OwnHeartbeat, Pace, head_of
 from elastic_train.protocol.neighbours import STANDARD, Topology
 from elastic_train.rules import Activity
 from elastic_train.world import World
@@ -46,6 +46,8 @@ class StoreSilence:
         self._grace, self._pace, self._warn, self._monotonic = grace, pace, warn, monotonic
         self._has_warned = False
         self._last_answer = monotonic()
+        self.awake = AwakeTime(monotonic)
+        """since the store last answered: in so much of that time it could have answered this process"""
         self._lock = threading.Lock()
         self.is_too_long = False
         """whether the store has been away for so long that the world is to end, which it does at a step boundary"""
@@ -65,6 +67,7 @@ class StoreSilence:
         with self._lock:
             self.is_too_long = False
             silence, self._last_answer = self.seconds, self._monotonic()
+            self.awake.restart()
             has_warned, self._has_warned = self._has_warned, False
         if has_warned:
             self._warn(f"the store answers again, after {silence:.0f} s")
@@ -81,12 +84,12 @@ class StoreSilence:
                 "cannot be replaced"
             )
         with self._lock:  # the training thread may have an answer at this moment
-            excess = self.seconds - grace
-            # The step in hand still goes on, others may be about to take over.
+            # The step in hand still goes on, others may be about to take over, however long this process was suspended.
             ahead = min(self._pace.slowest_step, grace / 2)
-            self.is_too_long = world is not None and excess + ahead > 0
+            self.is_too_long = world is not None and self.seconds + ahead > grace
         # A lone worker waits for nobody, however long its step takes.
-        return world is not None and excess > self._pace.step_limit and (world.world_size > 1 or world.is_spare)
+        is_lost = self.awake.seconds > grace + self._pace.step_limit
+        return world is not None and is_lost and (world.world_size > 1 or world.is_spare)
 
 
 class WatcherThread:

@@ -18,12 +18,12 @@ have been applied: every value that etcd_store.py writes carries a stamp of its 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_train.errors import StoreRefused, StoreUnreachable
+from elastic_train.protocol.heartbeat import AwakeTime
 from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS, Connections, Entry, end_of, entry_of
 from elastic_train.rendezvous.etcd_errors import (
     LeaseLost,
@@ -34,6 +34,8 @@ from elastic_train.rendezvous.etcd_errors import (
     judge_tls,
 )
 
+MAX_PAUSE = 0.5
+"""seconds between two attempts"""
 MAX_OPERATIONS = 100
 """in one transaction; etcd's own limit is 128"""
 
@@ -69,7 +71,7 @@ class Etcd:
 
     connections: Connections
     deadline: float
-    """seconds for a call with all its attempts"""
+    """seconds for a call with all its attempts, without those in which this process is suspended"""
     attempt_seconds: float = ATTEMPT_SECONDS
     before_retry: Callable[[str], None] = field(default=lambda _why: None)
     """called with the last error before each further attempt; may raise to give up"""
@@ -186,23 +188,22 @@ class Etcd:
         refused: dict[str, TlsRefused] = {}
         """by endpoint, where the last answer was that, for good"""
         endpoints = self.connections.settings.endpoints
-        where = ",".join(endpoints)
+        where, waited = ",".join(endpoints), AwakeTime(longest=self.attempt_seconds + MAX_PAUSE)
         retry = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(Transient),
-            stop=tenacity.stop_after_delay(self.deadline),
+            stop=lambda _state: waited.seconds >= self.deadline,
             # A whole round over the endpoints costs no pause; after that, up to half a second, with jitter.
             wait=tenacity.wait_chain(
                 *[tenacity.wait_none()] * (len(endpoints) - 1),
-                tenacity.wait_random_exponential(multiplier=0.02, min=0.02, max=0.5),
+                tenacity.wait_random_exponential(multiplier=0.02, min=0.02, max=MAX_PAUSE),
             ),
             before_sleep=lambda _state: self.before_retry(errors[-1]),
             reraise=True,
         )
-        give_up_at = time.monotonic() + self.deadline
 
         def attempt() -> Any:
             try:
-                return self._attempt(method, request, give_up_at)
+                return self._attempt(method, request, self.deadline - waited.seconds)
             except Transient as error:
                 errors.append(str(error))
                 if not isinstance(error, TlsRefused) or error.may_heal:
@@ -221,10 +222,10 @@ class Etcd:
         except StoreRefused as error:
             raise StoreRefused(f"etcd at {where}: {error.what}", error.do) from error
 
-    def _attempt(self, method: Callable[[Any], Any], request: Any, give_up_at: float) -> Any:
+    def _attempt(self, method: Callable[[Any], Any], request: Any, seconds_left: float) -> Any:
         import grpc
 
-        timeout = max(0.05, min(self.attempt_seconds, give_up_at - time.monotonic()))
+        timeout = max(0.05, min(self.attempt_seconds, seconds_left))
         index, client = self.connections.present, None
         self.connections.num_requests += 1
         try:

@@ -159,7 +159,7 @@ class AgentsHandler(RendezvousHandler):
         Raises:
             RendezvousConnectionError: etcd has been away for longer than the grace.
         """
-        silence = time.monotonic() - self._lease.last_answer
+        silence = self._lease.silence.seconds
         if self._why_over is not None:
             raise RendezvousConnectionError(self._why_over)
         if silence > self._settings.grace:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from elastic_train.errors import LeftOut, StoreUnreachable
 from elastic_train.protocol.agreement import Standing
+from elastic_train.protocol.heartbeat import LONGEST_PAUSE, AwakeTime
 from elastic_train.protocol.probes import Probe, probe
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_connections import Entry
@@ -134,8 +135,8 @@ def is_over(etcd: Etcd, job: JobEntry, *, timeout: float, check: Callable[[], No
         return False
     # Perhaps it is only from here that nobody can be reached: a heartbeat says more, and comes twice a second.
     is_refused = all(probe(member.address) is Probe.REFUSED for member in stood.members)
-    deadline = time.monotonic() + (REFUSED_SECONDS if is_refused else timeout)
-    while time.monotonic() < deadline:
+    silence, limit = AwakeTime(), REFUSED_SECONDS if is_refused else timeout
+    while silence.seconds < limit:
         check()
         stands, heartbeat = look()
         # Anybody's: a node that waits to be admitted goes on where all who trained have died.
@@ -179,12 +180,13 @@ class NodeLease:
         self._seconds = seconds
         self._lease = 0
         self._lock = threading.Lock()
-        self.last_answer = time.monotonic()
-        """when etcd last confirmed both leases, by the monotonic clock"""
+        self.silence = AwakeTime(longest=seconds / 2 + LONGEST_PAUSE)
+        """since etcd last confirmed both leases"""
 
     def keep(self) -> None:
         """Start the time of both leases anew; the node's is taken anew where it has run out. Each call of etcd
         blocks for half of that time at most."""
+        self.silence.look()
         attempt = min(2.0, self._seconds / 4)
         store = self._store.with_timeouts(self._seconds / 2, attempt, lambda _why: None)
         self._job.keep(store.etcd)
@@ -195,7 +197,7 @@ class NodeLease:
             # Every time, also where it stands there: what comes back tells that the mirror's stream is alive.
             store.under(lease).put(self._key, self._address)
             self._lease = lease  # not before: a lease without the key would be refreshed for ever
-        self.last_answer = time.monotonic()
+        self.silence.restart()
 
     def put(self, key: str, value: str) -> None:
         """Put a key under the lease, so that it goes with the node."""

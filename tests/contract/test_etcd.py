@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -11,17 +12,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
-from elastic_train.rendezvous import etcd_members
+from elastic_train.rendezvous import etcd_job, etcd_members
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_connections import Connections, import_etcd3
 from elastic_train.rendezvous.etcd_errors import LeaseLost
-from elastic_train.rendezvous.etcd_job import JobEntry, delete_job, open_job
+from elastic_train.rendezvous.etcd_job import REFUSED_SECONDS, JobEntry, delete_job, open_job
 from elastic_train.rendezvous.etcd_members import EtcdJob
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Guard, Mirror
@@ -29,6 +31,7 @@ from elastic_train.tools.drills.nodes import free_port, is_listening, wait_until
 from elastic_train.world import Member
 from tests.certificates import make_tls
 from tests.etcd_cluster import OwnEtcd, etcd_running, frozen
+from tests.processes import freeze
 
 PATIENCE = 60.0
 pytestmark = pytest.mark.timeout(300)
@@ -149,6 +152,64 @@ def test_a_wait_can_be_given_up() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         Etcd(Connections(EtcdSettings(("127.0.0.1:1",))), deadline=60, before_retry=give_up).get("key")
+
+
+def frozen_while_it_waits(code: str, argument: str, seconds: float) -> list[str]:
+    """What a process says that is frozen for so long when it has said a line, and is told on then."""
+    command = [sys.executable, "-c", code, argument]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        freeze(process.pid)
+        time.sleep(seconds)
+        os.kill(process.pid, signal.SIGCONT)
+        told, _ = process.communicate("go on\n", timeout=PATIENCE)
+    finally:
+        process.kill()
+        process.communicate()
+    return told.splitlines()
+
+
+def test_seconds_of_a_suspension_are_none_of_a_calls() -> None:
+    """It has not been tried for so long."""
+    code = """
+import sys, time
+from elastic_train.errors import StoreUnreachable
+from elastic_train.rendezvous.etcd import Etcd
+from elastic_train.rendezvous.etcd_connections import Connections
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
+
+try:
+    Etcd(Connections(EtcdSettings((sys.argv[1],))), 5.0, before_retry=lambda _why: print("waits", flush=True)).get("x")
+except StoreUnreachable:
+    print("gives up", flush=True)
+"""
+    told = frozen_while_it_waits(code, "127.0.0.1:1", 6.0)
+    assert told[-1] == "gives up"
+    assert told.count("waits") > 1, "for more than one attempt"
+
+
+def test_an_agent_that_was_suspended_for_longer_than_the_grace_goes_on(trio: OwnEtcd) -> None:
+    """It is asked before it has had an answer."""
+    code = """
+import sys
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from elastic_train.rendezvous.etcd_handler import AgentSeconds, AgentsHandler
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
+
+settings = EtcdSettings.from_json(sys.argv[1])
+parameters = RendezvousParameters("etcd3", settings.endpoints[0], "asleep", 1, 1, local_addr="127.0.0.1")
+handler = AgentsHandler(parameters, settings, AgentSeconds(lease=2.0, join_timeout=60.0, read_timeout=60.0))
+handler.next_rendezvous()
+print("waits", flush=True)
+sys.stdin.readline()
+handler.num_nodes_waiting()
+print("goes on", flush=True)
+handler.shutdown()
+"""
+    settings = replace(trio.settings(), min_nodes=1, max_nodes=1, last_call=0.0, grace=6.0)
+    assert frozen_while_it_waits(code, settings.to_json(), 8.0) == ["goes on"]
 
 
 def test_a_mirror_goes_on_at_another_member(trio: OwnEtcd, etcd: Etcd) -> None:
@@ -377,6 +438,25 @@ def test_a_job_whose_last_worker_leaves_as_one_comes(
     assert (job._prefix == old.prefix) == (moment == "it is read")
     job.close(None)
     assert not etcd.below("/elastic_train/three/")[0], "nothing is left"
+
+
+def test_who_was_suspended_looks_again_before_it_takes_a_job_away(
+    trio: OwnEtcd, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sleep that takes too long stands for the suspension: in it a heartbeat comes."""
+    living = open_it(etcd, trio, "three")
+    store = EtcdStore(etcd, lease=living.lease, guard=living.guard)
+    member = Member("node", 0, 1, 0, ("127.0.0.1", free_port()), "dir", "gloo", None)
+    first = Decision(0, "first", ranks=(), new=(member,))
+    store.put(f"{living.prefix}/start/next", first.to_json())
+
+    def suspended(_seconds: float) -> None:
+        time.sleep(REFUSED_SECONDS + 0.5)
+        store.put(f"{living.prefix}/heartbeat/other", "1")
+
+    monkeypatch.setattr(etcd_job, "time", SimpleNamespace(sleep=suspended, monotonic=time.monotonic))
+    assert open_it(etcd, trio, "three") == living
+    delete_job(etcd, living)
 
 
 def test_a_run_id_can_be_used_again(trio: OwnEtcd, etcd: Etcd) -> None:

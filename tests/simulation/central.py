@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from elastic_train.errors import LeftOut, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.central import CentralJob
+from elastic_train.protocol.heartbeat import AwakeTime
 from elastic_train.protocol.liveness import TEND_SECONDS
 from elastic_train.protocol.store import ListingStore
+from elastic_train.rendezvous.etcd import MAX_PAUSE
 from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS
 from elastic_train.rendezvous.etcd_job import NOTICE_SECONDS
 from elastic_train.rendezvous.etcd_members import CLOSE_SECONDS
@@ -234,10 +236,10 @@ class CentralClient:
         if process.kernel.current is None:  # while the worker is made
             return execute(*arguments)[0]
         answered_at: float = process.store_answered_at  # type: ignore[attr-defined]
-        give_up_at, attempt = process.clock() + self._deadline, 0
+        waited, attempt = AwakeTime(process.clock, self._attempt_seconds + MAX_PAUSE), 0
         while True:
             attempt += 1
-            timeout = max(0.05, min(self._attempt_seconds, give_up_at - process.clock()))
+            timeout = max(0.05, min(self._attempt_seconds, self._deadline - waited.seconds))
             outcome = self._attempt(timeout, execute, arguments)
             if outcome:
                 found, revision, came_at = outcome[0]
@@ -246,10 +248,10 @@ class CentralClient:
                     raise LeftOut(str(found))
                 self._mirror.must_have(revision)
                 return found
-            if process.clock() >= give_up_at:
-                process.waited_for_store = process.kernel.now - answered_at  # type: ignore[attr-defined]
+            if waited.seconds >= self._deadline:
+                process.waited_for_store = process.seconds_awake(answered_at)  # type: ignore[attr-defined]
                 raise StoreUnreachable(f"the store does not answer ({self._deadline:g} s)")
-            process.sleep(process.machines.random.uniform(0.02, min(0.5, 0.02 * 2 ** min(attempt, 10))))
+            process.sleep(process.machines.random.uniform(0.02, min(MAX_PAUSE, 0.02 * 2 ** min(attempt, 10))))
 
     def _attempt(self, seconds: float, execute: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
         """The answer, if one came in time; a request that is under way then may still be executed."""

@@ -290,6 +290,15 @@ def frozen_before_it_takes_an_answer(frozen_at: float) -> Plan:
     return replace(plan(2, *faults, recovers_at=13.0), grace=3.0)
 
 
+def suspended_without_the_store(hosts: int, *faults: Fault) -> Plan:
+    """All are frozen for longer than the grace, and wake up where the store is away for some more seconds."""
+    frozen = [(2.0 + 0.001 * host, "freeze", host) for host in range(hosts)]
+    woken = [(17.0 + 0.001 * host, "thaw", host) for host in range(hosts)]
+    store = [(2.1, "lose_store", tuple(range(hosts))), (23.0, "find_store", tuple(range(hosts)))]
+    ordered = sorted([*faults, *frozen, *woken, *store], key=lambda fault: fault[0])
+    return replace(plan(hosts, *ordered, recovers_at=24.0), grace=12.0)
+
+
 def two_plans_for_one_newcomer() -> Plan:
     """Two of seven are cut off, and the others' directory is silent; so the plan to take the two back is written while
     the world that it follows breaks, and they are invited by it after they were by that of the next world."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from elastic_train.protocol.heartbeat import AwakeTime
 from elastic_train.protocol.neighbours import Heard, head
 from tests.simulation.process import Address, Process
 
@@ -21,7 +22,7 @@ class _Peer:
 class SimLinks:
     """As links.Links."""
 
-    def __init__(self, process: Process, interval: float) -> None:
+    def __init__(self, process: Process, interval: float, suspended_after: float) -> None:
         self._process, self._interval = process, interval
         self._peers: dict[str, _Peer] = {}
         self._wanted: tuple[tuple[str, Address], ...] | None = None
@@ -30,7 +31,7 @@ class SimLinks:
         self._is_ping_due, self._next_ping = True, 0.0
         self._seq = 0
         self._answered: dict[str, float] = {}
-        self._turned_at = process.clock()
+        self._awake = AwakeTime(process.clock, suspended_after)
         self._matters = self._is_waiting = False
         process.links = self  # type: ignore[attr-defined]
         self._arrived: list[tuple[object, ...]] = []
@@ -81,7 +82,7 @@ class SimLinks:
     def turn(self, seconds: float) -> bool:
         process = self._process
         now = process.clock()
-        if now - self._turned_at > 4 * self._interval + 0.5:
+        if self._awake.look() > 0:
             for peer in self._peers.values():
                 peer.heard.heard_at = max(peer.heard.heard_at, now - self._interval)
         if self._wanted is not None:
@@ -102,7 +103,7 @@ class SimLinks:
             self._is_waiting = False
         else:
             process.kernel.step()
-        self._turned_at = process.clock()
+        self._awake.restart()
         return self._matters
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_train.errors import StoreUnreachable
+from elastic_train.protocol.heartbeat import LONGEST_PAUSE
 from elastic_train.protocol.store import MemoryStore
 from tests.simulation.kernel import Kernel, Network, Task
 
@@ -55,6 +56,8 @@ class Process:
         self.on_closed: list[Callable[[], None]] = []
         """called at its end: what the kernels of others see of it"""
         self._inbox: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._freezes: list[list[float]] = []
+        """when each began and ended"""
         machines.at[self.address] = self
         machines.processes.append(self)
 
@@ -88,6 +91,8 @@ class Process:
             run(*arguments)
 
     def freeze(self) -> None:
+        if not self.is_frozen:
+            self._freezes.append([self.kernel.now, self.kernel.now])
         self.is_frozen = True
 
     def thaw(self, seconds_before_reading: float = 0.0) -> None:
@@ -95,12 +100,18 @@ class Process:
         if not self.is_frozen or not self.is_alive:
             return
         self.is_frozen = False
+        self._freezes[-1][1] = self.kernel.now
         if seconds_before_reading:
             self.kernel.after(seconds_before_reading, self._read)
         else:
             self._read()
         for task in self.tasks:
             task.unpark()
+
+    def seconds_awake(self, since: float) -> float:
+        """Until now; it cannot tell a short freeze, nor where a long one began, from time that it needed."""
+        freezes = [end - max(start, since) for start, end in self._freezes if end > since]
+        return self.kernel.now - since - sum(max(0.0, seconds - LONGEST_PAUSE) for seconds in freezes)
 
     def _read(self) -> None:
         if self.is_frozen:

@@ -283,6 +283,21 @@ def test_an_answer_counts_from_when_it_came(frozen_at: float) -> None:
     assert simulation.workers[0].process.ending == "error"
 
 
+AWAY = (1.0, "lose_store", (0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "faults", "left"),
+    [(1, (), 1), (3, (), 3), (3, (AWAY, (1.2, "kill", 1)), 2)],
+    ids=["one trains", "all train", "in a call of an agreement"],
+)
+def test_a_suspension_is_no_silence_of_the_store(hosts: int, faults: tuple[Fault, ...], left: int) -> None:
+    """Who wakes up has not waited for it, and does so as long as anybody."""
+    simulation = run(directed.suspended_without_the_store(hosts, *faults))
+    assert [(worker.activity, worker.process.ending) for worker in simulation.living] == [("trains", None)] * left
+    assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
+
+
 def test_nobody_is_invited_to_follow_a_world_that_is_over() -> None:
     run(directed.two_plans_for_one_newcomer())
 

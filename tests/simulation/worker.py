@@ -82,7 +82,7 @@ class Worker:
         self.waits_for_votes: str | None = None
         """since its last agreement began: why it may not go on"""
         self._interval = 2 * ping_interval(peer_timeout)  # fewer events
-        links = SimLinks(process, self._interval)
+        links = SimLinks(process, self._interval, 4 * ping_interval(peer_timeout) + 0.5)
         self.watcher = Watcher(
             links,
             peer_timeout,

@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.protocol.heartbeat import (
+    LONGEST_PAUSE,
+    AwakeTime,
     Heartbeat,
     LastOutside,
     describe,
@@ -23,6 +25,22 @@ MEMBER = Member("host one", 0, 7, 1, ("127.0.0.1", 1), "run", "gloo", None)
 
 def world(size: int) -> World:
     return World(0, 3, (MEMBER,) * size, None, "w3")
+
+
+def test_what_a_suspension_takes_is_not_counted() -> None:
+    now = 100.0
+    awake = AwakeTime(lambda: now)
+    for _ in range(8):
+        now += LONGEST_PAUSE / 2
+        assert awake.look() == 0.0
+    assert awake.seconds == 4 * LONGEST_PAUSE
+    now += 3600.0
+    assert awake.look() == 3600.0 - LONGEST_PAUSE
+    assert awake.look() == 0.0
+    assert awake.seconds == 5 * LONGEST_PAUSE, "it is told from a long pause by nothing"
+    now += LONGEST_PAUSE + 1.0
+    awake.restart()
+    assert (awake.look(), awake.seconds) == (0.0, 0.0)
 
 
 @given(st.lists(st.integers(0, 50), unique=True))

@@ -20,7 +20,7 @@ import pytest
 from elastic_train.elastic.connect import answering
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Liveness
-from elastic_train.protocol.heartbeat import FIRST_SECONDS, Pace, verdicts_of
+from elastic_train.protocol.heartbeat import FIRST_SECONDS, LONGEST_PAUSE, Pace, verdicts_of
 from elastic_train.protocol.laws import IN_TIME
 from elastic_train.protocol.links import Links
 from elastic_train.protocol.liveness import Watcher, WatcherThread
@@ -952,6 +952,19 @@ def test_a_lone_member_meets_the_end_of_the_grace_at_its_next_step() -> None:
     assert group.watchers[0].store_silence.is_too_long
     group.pass_time(20 * PEER_TIMEOUT)
     assert group.cuts == [0], "it waits for nobody, however long its step takes"
+
+
+def test_who_was_suspended_for_longer_than_the_grace_ends_its_world_and_has_not_waited(graced: Group) -> None:
+    """Others may have gone on without it. The step in hand ends, all the same: nobody has waited for that."""
+    graced.is_store_down = True
+    graced.pass_time(2)
+    graced.clock.now += 3600.0
+    graced.pass_time(2)
+    assert all(watcher.store_silence.is_too_long for watcher in graced.watchers), "their next step is the last"
+    assert graced.cuts == [0, 0]
+    assert all(watcher.store_silence.awake.seconds < 2 + LONGEST_PAUSE + 2 for watcher in graced.watchers)
+    graced.pass_time(30 + 7 * PEER_TIMEOUT)
+    assert min(graced.cuts) >= 1, "no step has ended since"
 
 
 # --- the thread -------------------------------------------------------------------------------------------------------
