@@ -6,7 +6,7 @@ over. Two things in the directory hold this together:
 
 - `.owner-<job_token>.lock`, one per job, under a shared flock for as long as a worker of the job lives. The kernel
   drops the flock with the process, however it ends, so there is nothing to clean up after SIGKILL. The file holds one
-  line per worker (host, pid, time).
+  line per worker (host, pid, time); the claim of the next job removes it.
 - `owner.json`: the job and the generation that own the directory now. A claim replaces it, and `check_owner` reads it
   before whatever must not be written by a process that was replaced while it was stopped or cut off.
 
@@ -189,20 +189,11 @@ class Ownership:
             return None
 
     def release(self) -> None:
-        """Give the claim up; the last worker of the job removes its lock file. `owner.json` stays as a record."""
-        fd, token = self._lock_fd, self._token
-        if fd is None or token is None or self._lock_pid != os.getpid():
-            if fd is not None and self._lock_pid == os.getpid():
-                close_lock(fd)
-            self._lock_fd = self._token = None
-            return
-        # Without the claim lock another worker might be about to lock the file that is unlinked here.
-        with contextlib.suppress(OSError, RunDirectoryError), self._claim_lock(timedelta(seconds=1)):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self._has_its_lock:
-                self._owner_lock_path(token).unlink()
+        """Give the claim up. `owner.json` stays as a record, and the lock file for the next job to remove: where flock
+        holds for one host alone, this worker cannot tell whether it is the last one of its job."""
+        if self._lock_fd is not None and self._lock_pid == os.getpid():
+            close_lock(self._lock_fd)
         self._lock_fd = self._token = None
-        close_lock(fd)
 
     def _require_own(self, job_token: str, generation: int) -> Owner:
         """Raises: OwnershipLost, RunDirectoryGone, and OSError where the record cannot be read."""

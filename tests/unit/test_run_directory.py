@@ -287,15 +287,30 @@ def test_a_job_token_must_be_a_file_name(directory: RunDirectory) -> None:
             directory.ownership.claim(token, 0, HOST)
 
 
-def test_release_leaves_no_lock_of_the_job(directory: RunDirectory) -> None:
+def test_the_next_job_removes_the_lock_of_one_that_is_over(directory: RunDirectory) -> None:
     first, second = RunDirectory(directory.path), RunDirectory(directory.path)
     first.ownership.claim("job", 0, HOST)
     second.ownership.claim("job", 0, HOST)
-    first.ownership.release()
+    for worker in (first, second, second):
+        worker.ownership.release()
     assert (directory.path / ".owner-job.lock").exists()
-    second.ownership.release()
-    second.ownership.release()
-    assert sorted(path.name for path in directory.path.iterdir()) == [".claim.lock", "owner.json"]
+    directory.ownership.claim("next", 1, HOST)
+    found = sorted(path.name for path in directory.path.iterdir())
+    assert found == [".claim.lock", ".owner-next.lock", "owner.json"]
+
+
+def test_who_leaves_takes_no_lock_along_that_only_other_hosts_see(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system whose flock holds for one host alone: each host gets every lock there."""
+    monkeypatch.setattr(fcntl, "flock", lambda _fd, _operation: None)
+    here, there = RunDirectory(directory.path), RunDirectory(directory.path)
+    here.ownership.claim("job", 3, HOST)
+    there.ownership.claim("job", 3, "node-b")
+    here.ownership.release()
+    there.ownership.claim("job", 4, "node-b")
+    there.ownership.check_owner("job", 4)
+    there.ownership.release()
 
 
 def test_many_workers_of_one_job_at_once(directory: RunDirectory, start_worker: Callable[[], Worker]) -> None:

@@ -78,12 +78,8 @@ def check_leftovers(history: History) -> Found:
     """Nothing is left of a run that has ended: no process, no temporary file, no port."""
     if not history.is_finished:
         raise Skip("the run has not finished")
-    ended = {line["writer"].replace("/", "-") for line in history.of("done")}
-    findings = [
-        f"{name} is a temporary file"
-        for name in (*history.names, *_names_elsewhere(history))
-        if _is_temporary(name) and not _is_of_killed(history.run_dir / name, ended)
-    ]
+    names = (*history.names, *_names_elsewhere(history))
+    findings = [f"{name} is a temporary file" for name in names if _is_temporary(name)]
     for line in history.of("start"):
         if process_is_alive(line) and (history.drill is not None or not _is_through(history, line)):
             findings.append(f"process {line['pid']}, a worker of this run, still runs")
@@ -102,15 +98,9 @@ def _is_through(history: History, start: Line) -> bool:
     )
 
 
-def _is_of_killed(path: Path, ended: set[str]) -> bool:
-    """Whether it is the lock, which nobody holds, of a run directory whose workers were all killed."""
-    events = path.resolve().parent / "events"
-    return path.name.startswith(".owner-") and ended.isdisjoint(one.stem for one in events.glob("*.jsonl"))
-
-
 def _is_temporary(name: str) -> bool:
     last = Path(name).name
-    return last.startswith(".owner-") or (last.startswith(".") and ".tmp-" in last) or last.endswith(".tmp")
+    return (last.startswith(".") and ".tmp-" in last) or last.endswith(".tmp")
 
 
 def _names_elsewhere(history: History) -> list[str]:
