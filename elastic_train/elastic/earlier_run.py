@@ -175,10 +175,8 @@ class EarlierRun:
         return record
 
     def _move_snapshots_aside(self, offers: list[SnapshotInfo]) -> None:
-        """Those of a --snapshot-dir."""
+        """Those that lie elsewhere than in the run directory."""
         worker, place = self._worker, self._worker.snapshots_dir
-        if worker.config.snapshot_dir is None:
-            return
         if not isinstance(place, Path):
             if offers:
                 worker.reporter.log(

@@ -28,7 +28,7 @@ from elastic_train.runlog.events import EventLog, Ledger
 from elastic_train.stopping import StopSignal
 from elastic_train.storage.atomic_files import require_writable
 from elastic_train.storage.places import OwnedBucket, bucket_at
-from elastic_train.storage.run_directory import RunDirectory, default_run_dir
+from elastic_train.storage.run_directory import SNAPSHOTS, RunDirectory, default_run_dir
 from elastic_train.storage.signature import fingerprint, read_key
 from elastic_train.storage.snapshot import SnapshotFolder
 from elastic_train.storage.store_urls import is_url
@@ -72,8 +72,7 @@ class Worker:
     @property
     def snapshots_dir(self) -> SnapshotFolder:
         """A folder, or the bucket of a URL."""
-        given = self.config.snapshot_dir
-        return self.bucket or (self.directory.snapshots_dir if given is None else Path(given))
+        return self.bucket or self.directory.snapshots_dir
 
     @property
     def bucket(self) -> OwnedBucket | None:
@@ -222,11 +221,12 @@ def key_of(config: Config) -> bytes | None:
 
 def make_directory(config: Config, run_id: str) -> RunDirectory:
     """Raises: RunDirectoryError where it, or --snapshot-dir, cannot be written to."""
-    folder = None if config.snapshot_dir is None or bucket_of(config) is not None else Path(config.snapshot_dir)
-    directory = RunDirectory(config.run_dir or default_run_dir(run_id), folder)
+    path = Path(config.run_dir or default_run_dir(run_id))
+    folder = None if bucket_of(config) is not None else Path(config.snapshot_dir or path / SNAPSHOTS)
+    directory = RunDirectory(path, folder)
     directory.create()
     if folder is not None:
-        require_writable(folder, "--snapshot-dir")
+        require_writable(directory.snapshots_dir, "--snapshot-dir")
     return directory
 
 

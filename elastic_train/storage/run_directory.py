@@ -27,6 +27,8 @@ from elastic_train.storage.ownership import (
 )
 
 _IDENTITY = ".directory-id"
+SNAPSHOTS = "snapshots"
+"""the folder of them where no --snapshot-dir says otherwise"""
 _IDENTITY_LENGTH = 16
 """characters"""
 _CLOCKS_DIFFER = 3600.0
@@ -48,18 +50,18 @@ class Traces:
 
 
 class OwnershipWithSnapshots(Ownership):
-    """Which job has a run directory, and the folder of snapshots elsewhere: another job, which has another run
-    directory, would restore this one's and prune them.
+    """Which job has a run directory, and the folder of its snapshots: another job, which has another run directory,
+    would restore this one's and prune them. The folder has a record of its own, also within the run directory: others
+    come to it by a link, or by --snapshot-dir.
 
     Args:
-        snapshots: the folder.
-        place: where its owner is written down: in it, or in the run directory whose own snapshots it holds.
+        snapshots: the folder; made where it is missing.
     """
 
-    def __init__(self, path: Path, snapshots: Path, place: Path, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, snapshots: Path, *, now: Callable[[], float] = time.time) -> None:
         super().__init__(path, now=now)
         self._folder, self._host = snapshots, ""
-        self._snapshots = Ownership(place, f"snapshot directory {snapshots}", "--snapshot-dir", now=now)
+        self._snapshots = Ownership(snapshots, f"snapshot directory {snapshots}", "--snapshot-dir", now=now)
 
     def claim(
         self,
@@ -72,9 +74,12 @@ class OwnershipWithSnapshots(Ownership):
     ) -> str | None:
         self._host, began = host, time.monotonic()
         warning = super().claim(job_token, generation, host, is_leader=is_leader, timeout=timeout)
+        left = max(timedelta(seconds=1), timeout - timedelta(seconds=time.monotonic() - began))
+        if not self._folder.is_dir():  # of a new run, or moved aside by --fresh
+            require_writable(self._folder, "--snapshot-dir")
         try:
-            left = max(timedelta(seconds=1), timeout - timedelta(seconds=time.monotonic() - began))
-            told = self._snapshots.claim(job_token, generation, host, is_leader=is_leader, timeout=left)
+            # No leader: once it is claimed a look is enough, for its generation says nothing (`check_owner`).
+            told = self._snapshots.claim(job_token, generation, host, is_leader=False, timeout=left)
         except RunDirectoryGone:
             self._claim_folder_anew(job_token, generation)
             return warning
@@ -108,23 +113,21 @@ class RunDirectory:
     use by several threads at once, except `ownership.check_owner`, which any thread may call.
 
     Args:
-        snapshots: the folder where they lie instead (--snapshot-dir), which is owned with the directory.
+        snapshots: the folder where they lie, which is owned with the directory; None where they go to a URL.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], snapshots: Path | None = None, *, now: Callable[[], float] = time.time
     ) -> None:
-        self.path = Path(path).absolute()
+        # Resolved once: the code that is trained may change the working directory, and a later launch a link.
+        self.path = Path(os.path.realpath(path))
         self._now = now
-        self.ownership = self._make_ownership(None if snapshots is None else snapshots.absolute())
+        self.snapshots_dir = self.path / SNAPSHOTS
+        self.ownership = Ownership(self.path, now=now)
+        if snapshots is not None:
+            self.snapshots_dir = Path(os.path.realpath(snapshots))
+            self.ownership = OwnershipWithSnapshots(self.path, self.snapshots_dir, now=now)
         self._known_identity = ""
-
-    def _make_ownership(self, snapshots: Path | None) -> Ownership:
-        if snapshots is None or (snapshots := snapshots.resolve()) == self.snapshots_dir.resolve():
-            return Ownership(self.path, now=self._now)
-        is_of_run = snapshots.name == self.snapshots_dir.name and (snapshots.parent / _IDENTITY).exists()
-        place = snapshots.parent if is_of_run else snapshots
-        return OwnershipWithSnapshots(self.path, snapshots, place, now=self._now)
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
@@ -136,10 +139,6 @@ class RunDirectory:
     @property
     def ledger_dir(self) -> Path:
         return self.path / "ledger"
-
-    @property
-    def snapshots_dir(self) -> Path:
-        return self.path / "snapshots"
 
     @property
     def tensorboard_dir(self) -> Path:
@@ -208,8 +207,8 @@ class RunDirectory:
 
     def move_aside(self) -> Path | None:
         """Move what the directory holds, all but the locks and the owner's record, into a new sibling named
-        `<name>.<UTC time>`. Called after `ownership.claim`, by one worker of the job, before anybody opens a file in
-        it.
+        `<name>.<UTC time>`. A link to where snapshots lie stays, and they with it. Called after `ownership.claim`, by
+        one worker of the job, before anybody opens a file in it.
 
         Returns:
             The sibling, or None where there was nothing to move.
@@ -223,6 +222,8 @@ class RunDirectory:
             entries = sorted(self.path.iterdir(), key=lambda entry: (not entry.is_dir(), entry.name))
             for entry in entries:
                 if entry.name.startswith((CLAIM_LOCK, OWNER_RECORD, _IDENTITY, ".owner")):
+                    continue
+                if entry.name == SNAPSHOTS and entry.is_symlink():
                     continue
                 if target is None:
                     target = self._make_sibling()

@@ -151,8 +151,8 @@ def outcomes(run_dir: Path) -> list[str]:
 
 
 def snapshot_names(run_dir: Path) -> list[str]:
-    """What lies in `snapshots/`, oldest first, temporary directories included."""
-    return sorted(path.name for path in (run_dir / "snapshots").iterdir())
+    """Those in `snapshots/`, oldest first, temporary directories included."""
+    return sorted(path.name for path in (run_dir / "snapshots").iterdir() if "step-" in path.name)
 
 
 def newest_snapshot(run_dir: Path) -> tuple[SnapshotInfo, dict[str, Any]]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic_train.config import Config
+from elastic_train.elastic.worker import make_directory
 from elastic_train.errors import NewerGeneration, OwnershipLost, RunDirectoryInUse
 from elastic_train.storage.ownership import close_lock, open_for_lock
 from elastic_train.storage.run_directory import RunDirectory
@@ -101,19 +103,38 @@ def test_a_folder_that_was_removed_is_made_and_claimed_anew(make_node: MakeNode,
         two.ownership.claim("job-2", 5, "beta")
 
 
-def test_a_folder_within_a_run_directory_that_is_moved_aside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("comes_first", ["who moved it", "another"])
+@pytest.mark.parametrize("name", ["snapshots", "weights"])
+def test_a_folder_within_a_run_directory_that_is_moved_aside(tmp_path: Path, name: str, comes_first: str) -> None:
     """As --fresh does, after it has claimed both."""
-    folder = tmp_path / "run" / "weights"
-    directory = RunDirectory(tmp_path / "run", folder)
+    folder = tmp_path / "run" / name
+    workers = [RunDirectory(tmp_path / "run", folder) for _ in range(2)]
+    directory = workers[0]
     directory.create()
-    folder.mkdir()
     directory.ownership.claim("job-1", 0, "alpha")
     (folder / "kept").touch()
     moved = directory.move_aside()
     assert moved is not None
-    assert (moved / "weights" / "kept").exists()
-    directory.ownership.claim("job-1", 1, "alpha")
-    assert (folder / "owner.json").exists()
+    assert (moved / name / "kept").exists()
+    for worker in workers if comes_first == "who moved it" else workers[::-1]:
+        worker.ownership.claim("job-1", 1, "alpha")
+    for worker in workers:
+        other = RunDirectory(tmp_path / "other", folder)
+        other.create()
+        with pytest.raises(RunDirectoryInUse, match=f"snapshot directory {folder} is in use"):
+            other.ownership.claim("job-2", 0, "beta")
+        other.ownership.release()
+        worker.ownership.release()
+
+
+def test_a_link_to_a_folder_of_snapshots_is_not_moved_aside(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "snapshots").symlink_to(folder)
+    directory = RunDirectory(tmp_path / "run", tmp_path / "run" / "snapshots")
+    directory.ownership.claim("job-1", 0, "alpha")
+    assert directory.move_aside() is None
+    assert (tmp_path / "run" / "snapshots").resolve() == folder
+    directory.ownership.check_owner("job-1", 0)
     directory.ownership.release()
 
 
@@ -131,30 +152,60 @@ def test_a_run_directory_that_was_removed_with_the_folder_in_it(tmp_path: Path) 
     directory.ownership.release()
 
 
-def test_the_snapshots_of_a_run_that_trains_are_not_anothers(make_node: MakeNode, tmp_path: Path) -> None:
-    theirs = RunDirectory(tmp_path / "theirs")
-    theirs.create()
-    theirs.identity()
-    theirs.ownership.claim("job-1", 3, "alpha")
-    mine = RunDirectory(tmp_path / "mine", theirs.snapshots_dir)
-    mine.create()
-    with pytest.raises(RunDirectoryInUse, match=f"snapshot directory {theirs.snapshots_dir} is in use"):
-        mine.ownership.claim("job-2", 4, "beta")
-    mine.ownership.release()
-    theirs.ownership.release()
-    mine.ownership.claim("job-2", 4, "beta")
-    with pytest.raises(RunDirectoryInUse, match=f"run directory {theirs.path} is in use"):
-        theirs.ownership.claim("job-3", 5, "alpha")
-    mine.ownership.release()
+def claim(config: Config, token: str) -> RunDirectory:
+    """As a worker does that is started with such flags."""
+    directory = make_directory(config, "id")
+    try:
+        directory.ownership.claim(token, 1, "alpha")
+    except RunDirectoryInUse:
+        directory.ownership.release()
+        raise
+    return directory
 
 
-def test_its_own_snapshots_named_once_more_are_claimed_once(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path / "run", tmp_path / "run" / "snapshots")
-    directory.create()
-    directory.snapshots_dir.mkdir()
-    directory.ownership.claim("job-1", 1, "alpha")
-    assert list(directory.snapshots_dir.iterdir()) == []
-    directory.ownership.release()
+def test_the_snapshots_of_a_run_are_not_anothers_whoever_came_first(tmp_path: Path) -> None:
+    """Also before there is a run: nothing in the folder tells whose it is but its record."""
+    theirs = Config(run_dir=tmp_path / "theirs")
+    mine = Config(run_dir=tmp_path / "mine", snapshot_dir=str(tmp_path / "theirs" / "snapshots"))
+    for first, second in ((mine, theirs), (theirs, mine)):
+        directory = claim(first, "job-1")
+        with pytest.raises(RunDirectoryInUse, match=f"snapshot directory {tmp_path}/theirs/snapshots is in use"):
+            claim(second, "job-2")
+        directory.ownership.release()
+        claim(second, "job-3").ownership.release()
+
+
+def test_a_folder_that_runs_have_a_link_to_is_one_jobs(tmp_path: Path, folder: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "snapshots").symlink_to(folder)
+    one = claim(Config(run_dir=tmp_path / "one"), "job-1")
+    for other in (
+        Config(run_dir=tmp_path / "two"),
+        Config(run_dir=tmp_path / "three", snapshot_dir=str(folder)),
+        Config(run_dir=tmp_path / "four", snapshot_dir=str(tmp_path / "two" / "snapshots")),
+    ):
+        with pytest.raises(RunDirectoryInUse, match=f"snapshot directory {folder} is in use by another job"):
+            claim(other, "job-2")
+    one.ownership.check_owner("job-1", 1)
+    one.ownership.release()
+
+
+def test_where_a_link_leads_later_is_another_jobs(tmp_path: Path) -> None:
+    """A launch script points `latest` at each new run, while the one before still trains."""
+    for name in ("run-1", "run-2"):
+        (tmp_path / name).mkdir()
+    latest = tmp_path / "latest"
+    latest.symlink_to("run-1")
+    one = claim(Config(run_dir=latest), "job-1")
+    latest.unlink()
+    latest.symlink_to("run-2")
+    two = claim(Config(run_dir=latest), "job-2")
+    for directory, token, name in ((one, "job-1", "run-1"), (two, "job-2", "run-2")):
+        directory.ownership.check_owner(token, 1)
+        directory.ownership.claim(token, 2, "alpha")
+        assert directory.events_dir == tmp_path / name / "events"
+        directory.ownership.release()
 
 
 def test_a_lock_file_of_another_user_is_locked_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
