@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from elastic_train.runlog.goodput import goodput
 from elastic_train.runlog.reader import parse
 from elastic_train.runlog.strict_json import file_of
 from elastic_train.storage.atomic_files import write_atomic
-from elastic_train.storage.store_urls import is_url
 from elastic_train.training.collectives import barrier, broadcast_bytes, gather_json
 from elastic_train.training.state import state_sha256
 from elastic_train.world import World
@@ -24,8 +22,8 @@ def config_of(worker: Worker) -> dict[str, Any]:
     """The flags that count for what this worker trains, by name; where snapshots are, whoever reads it. No secrets."""
     told = {name: value for name, value in as_json(worker.config).items() if name not in worker.task.unused_flags}
     told["notices"] = shown_notices(worker.config.notices)
-    if isinstance(given := told.get("snapshot_dir"), str) and not is_url(given):
-        told["snapshot_dir"] = os.path.abspath(given)
+    if told.get("snapshot_dir") is not None and worker.bucket is None:
+        told["snapshot_dir"] = str(worker.directory.snapshots_dir)
     return told
 
 

@@ -115,6 +115,20 @@ def test_what_may_be_a_secret_in_a_url_is_not_written_down(start: Start) -> None
     assert config_of(worker)["notices"] == "https://host/gone"
 
 
+def test_a_folder_is_the_one_of_the_start_wherever_the_code_that_is_trained_goes(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    training = start(snapshot_every=2, snapshot_dir="named")
+    monkeypatch.chdir(elsewhere)
+    training.steps(2)
+    assert [info.step for info in find_snapshots(tmp_path / "named", warn=pytest.fail)] == [2]
+    assert list(elsewhere.iterdir()) == []
+    assert config_of(training.worker)["snapshot_dir"] == str(tmp_path / "named")
+
+
 class Judge:
     """An extra whose state cannot be saved, from some time on."""
 
