@@ -21,6 +21,8 @@ from elastic_train.errors import UnsupportedSystem
 INSTEAD = "use a container (deploy/docker)"
 AGENT_VARIABLE = "ELASTIC_TRAIN_AGENT"
 """in which an agent gives its workers its `name_of_process`"""
+LOCAL_FLOCK = frozenset({"localflock", "localflocks", "nolock", "local_lock=all", "local_lock=flock"})
+"""mount options of Lustre, of OCFS2 and GFS2, and of NFS"""
 MALLOC_LIMITS = {-3: 32 * 2**20, -1: 64 * 2**20}
 """M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h -> bytes, the most that glibc's own adjustment comes to"""
 
@@ -116,6 +118,22 @@ def flock_holder(fd: int) -> int | None:
                 case [_, "FLOCK", _, "WRITE", pid, file, *_] if file.rpartition(":")[2] == inode:
                     return int(pid)
     return None
+
+
+def local_flock(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> str | None:
+    """The mount option (proc(5), mountinfo) by which an flock below an absolute path holds for this host alone, though
+    other hosts may see the file; None where there is none, or it cannot be seen."""
+    deepest, found = 0, None
+    with suppress(OSError, ValueError):
+        for line in mountinfo.read_text(errors="surrogateescape").splitlines():
+            mount, _, system = line.partition(" - ")
+            point, options = mount.split()[4:6]
+            point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
+            depth = len(Path(point).parts)
+            if path.is_relative_to(point) and depth >= deepest:  # of several at one place the last is on top
+                local = LOCAL_FLOCK.intersection(re.split("[ ,]", f"{options},{system}"))
+                deepest, found = depth, min(local, default=None)
+    return found
 
 
 def process_stat(pid: int) -> tuple[str | None, str]:

@@ -40,7 +40,7 @@ from elastic_train.errors import (
 )
 from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.storage.holders import Holder, Owner, owner_of, process_state, read_holders
-from elastic_train.system import flock_holder, process_stat, try_flock
+from elastic_train.system import flock_holder, local_flock, process_stat, try_flock
 from elastic_train.world import host_name
 
 CLAIM_LOCK = ".claim.lock"
@@ -124,7 +124,8 @@ class Ownership:
             timeout: for a claim of another process that hangs half-way.
 
         Returns:
-            A warning for the log where the file system has no flock, so that a second job cannot be noticed.
+            A warning for the log where the file system has no flock, or one for each host alone, so that a second job
+            cannot be noticed.
 
         Raises:
             RunDirectoryInUse: a live process of another job has it.
@@ -255,7 +256,11 @@ class Ownership:
                 f"the file system of {self._path} has no flock ({error.strerror}): nothing can notice a second "
                 f"job with the same {self._flag}"
             )
-        return None
+        option = local_flock(self._path)
+        return option and (
+            f"flock below {self._path} holds for one host alone (mount option {option}): a second job with the same "
+            f"{self._flag} on another host is not refused, and this one ends by it"
+        )
 
     def _let_go_of_gone(self, job_token: str, generation: int) -> None:
         """Of the lock in a directory that is gone. Raises: OwnershipLost: another job has what is in its place."""

@@ -546,6 +546,13 @@ def test_without_flock_a_warning(directory: RunDirectory, monkeypatch: pytest.Mo
         directory.ownership.claim("job", 1, HOST)
 
 
+def test_with_flock_for_one_host_alone_a_warning(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "local_flock", {directory.path: "localflock"}.get)
+    warning = directory.ownership.claim("job", 0, HOST)
+    assert warning is not None
+    assert f"flock below {directory.path} holds for one host alone (mount option localflock)" in warning
+
+
 def test_a_full_disk_leaves_no_claim(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -26,6 +26,7 @@ from elastic_train.system import (
     copy_of_socket,
     has_ended,
     keep_freed_memory,
+    local_flock,
     name_of_process,
     num_cores,
     open_sockets,
@@ -218,3 +219,30 @@ def test_whether_a_process_has_ended_is_told_by_more_than_its_pid(monkeypatch: p
     monkeypatch.delenv(AGENT_VARIABLE, raising=False)
     monkeypatch.setattr("elastic_train.stopping.die_with_parent", lambda: None)
     die_with_agent()
+
+
+@pytest.mark.parametrize(
+    ("path", "option"),
+    [
+        ("/run", None),
+        ("/nfs3/run", "local_lock=all"),
+        ("/nfs3/deep/run", None),
+        ("/nfs30/run", None),
+        ("/nfs4", None),
+        ("/a lustre/run", "localflock"),
+        ("/a lustre/hidden/run", None),
+    ],
+)
+def test_a_mount_whose_locks_other_hosts_do_not_see(tmp_path: Path, path: str, option: str | None) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_text(
+        "22 1 252:1 / / rw,relatime shared:1 - ext4 /dev/vda1 rw\n"
+        "40 22 0:40 / /nfs3 rw shared:2 master:1 - nfs host:/a rw,vers=3,local_lock=all,addr=1.2.3.4\n"
+        "41 40 0:41 / /nfs3/deep rw - nfs host:/b rw,vers=3,local_lock=none\n"
+        "42 22 0:42 / /nfs4 rw - nfs4 host:/a rw,vers=4.2,local_lock=none,addr=1.2.3.4\n"
+        "43 22 0:43 / /a\\040lustre rw - lustre mgs@tcp:/scratch rw,localflock,lazystatfs\n"
+        "44 43 0:44 / /a\\040lustre/hidden rw - lustre mgs@tcp:/scratch rw,localflock\n"
+        "45 44 0:45 / /a\\040lustre/hidden rw - tmpfs tmpfs rw\n"
+    )
+    assert local_flock(Path(path), table) == option
+    assert local_flock(Path(path), tmp_path / "none") is None
