@@ -97,6 +97,9 @@ class BucketSnapshot:
 
     def read_manifest(self, files: Files | None = None) -> dict[str, Any]:
         """All that it says. Raises: SnapshotDamaged: there is none that can be read."""
+        return parse_manifest(self.manifest_bytes(files), self, FORMAT_VERSION)
+
+    def manifest_bytes(self, files: Files | None = None) -> bytes:
         size = (self.files() if files is None else files).get(MANIFEST_FILE)
         if size is None or size > MOST_MANIFEST_BYTES:
             seen = "is missing" if size is None else f"has {size} bytes, which no manifest has"
@@ -104,7 +107,7 @@ class BucketSnapshot:
         data = self._get(MANIFEST_FILE, MOST_MANIFEST_BYTES)
         if data is None:
             raise SnapshotDamaged(f"snapshot {self}: {MANIFEST_FILE} is missing")
-        return parse_manifest(data, self, FORMAT_VERSION)
+        return data
 
     def _get(self, file: str, limit: int) -> bytes | None:
         """None where there is none. Raises: SnapshotDenied: the store does not give this one."""
@@ -258,12 +261,11 @@ class Bucket:
         if MANIFEST_FILE not in files:
             return None
         try:
-            info = place.read_info(key, files)
+            require_same_run(place.manifest_bytes(files), place, run_uid)
+            return place.read_info(key, files).files[STATE_FILE]
         except SnapshotDamaged:
             self.store.delete(place.key_of(MANIFEST_FILE))
             return None
-        require_same_run(info, run_uid)
-        return info.files[STATE_FILE]
 
     def _write_new(
         self,

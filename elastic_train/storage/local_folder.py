@@ -240,16 +240,18 @@ def _is_alive(pid: int) -> bool:
 
 
 def _existing(path: Path, run_uid: str, key: bytes | None, warn: Callable[[str], None]) -> SnapshotFile | None:
-    """The state of this very snapshot, where it is there already and whole."""
+    """The state of this very snapshot, where it is there already and whole. Raises: SnapshotError: one of another run
+    is there."""
     if not path.exists():
         return None
+    with contextlib.suppress(OSError):
+        require_same_run((path / MANIFEST_FILE).read_bytes(), path, run_uid)
     try:
         info = read_info(path, key)
         verify(info)
     except SnapshotDamaged as error:
         warn(f"replaced: {error}")
         return None
-    require_same_run(info, run_uid)
     return info.files[STATE_FILE]
 
 

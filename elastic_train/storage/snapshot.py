@@ -31,6 +31,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from elastic_train.branches import Branches, branches_of
 from elastic_train.errors import SnapshotDamaged, SnapshotError, SnapshotUnread, cause_of, first_line
+from elastic_train.runlog.reader import parse
 from elastic_train.storage.signature import why_not_signed
 from elastic_train.storage.state_bytes import SnapshotFile, read_state
 from elastic_train.version import VERSION
@@ -237,12 +238,12 @@ def find_snapshots(
     return newest_first(found)
 
 
-def require_same_run(info: SnapshotInfo, run_uid: str) -> None:
-    """Raises: SnapshotError: it is of another run, and in the way of one."""
-    if info.run_uid != run_uid:
+def require_same_run(manifest: bytes, path: SnapshotPlace, run_uid: str) -> None:
+    """Raises: SnapshotError: it is of another run, and in the way of one, whatever its version, and whoever has signed
+    it."""
+    if (parse(manifest) or {}).get("run_uid", run_uid) != run_uid:
         raise SnapshotError(
-            f"snapshot {info.path} cannot be written: another run has one of that name there; "
-            "choose another --snapshot-dir"
+            f"snapshot {path} cannot be written: another run has one of that name there; choose another --snapshot-dir"
         )
 
 

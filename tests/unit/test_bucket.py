@@ -221,6 +221,21 @@ def test_a_moment_that_is_there_already_stays(url: str) -> None:
         save(writer_to(bucket, run_uid="other"), 1)
 
 
+@pytest.mark.parametrize("version", [3, 99])
+def test_one_of_another_run_that_this_key_has_not_signed_stays(url: str, version: int) -> None:
+    bucket = bucket_of(url)
+    save(writer_to(bucket, run_uid="theirs"), 1)
+    key = "step-000000000001-gen-0000-one/manifest.json"
+    found = bucket.store.get(key)
+    assert found is not None
+    manifest = json.dumps({**json.loads(found.data), "format_version": version}).encode()
+    bucket.store.put(key, manifest)
+    before = bucket.store.list()
+    with pytest.raises(SnapshotError, match="another run has one of that name"):
+        save(writer_to(bucket, key=KEY), 1)
+    assert bucket.store.list() == before
+
+
 def test_a_damaged_one_is_skipped_and_written_anew(url: str) -> None:
     bucket = bucket_of(url)
     writer = writer_to(bucket, keep=5)

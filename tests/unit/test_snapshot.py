@@ -514,6 +514,20 @@ def test_the_same_snapshot_again(tmp_path: Path) -> None:
     assert keys(tmp_path) == [(0, 1)]
 
 
+@pytest.mark.parametrize("changes", [{}, {"format_version": 99}], ids=["as-it-is", "of-a-newer-version"])
+@pytest.mark.parametrize("key", [None, b"0123456789abcdef"], ids=["without-key", "with-key"])
+def test_one_of_another_run_is_not_in_the_way_of_damage(
+    tmp_path: Path, key: bytes | None, changes: dict[str, int]
+) -> None:
+    """Which has not signed it with this key, or has signed it with another: it is whole all the same."""
+    theirs = save(make_writer(tmp_path, run_uid="theirs"), 1).path
+    edit_manifest(theirs, **changes)
+    before = {path.name: path.read_bytes() for path in theirs.iterdir()}
+    with pytest.raises(SnapshotError, match="another run has one of that name"):
+        save(make_writer(tmp_path, run_uid="mine", key=key), 1)
+    assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
+
+
 def sizes_of(path: Path) -> list[int]:
     return [info.step for info in sorted(find_snapshots(path, warn=pytest.fail), key=lambda info: info.step)]
 
