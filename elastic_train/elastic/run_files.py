@@ -125,25 +125,33 @@ class RunFiles:
 
     def _why_no_owner(self, generation: int) -> str | None:
         self.wait_for_claim()
+        why = self._why_not(self._worker.directory.ownership.check_owner, generation)
+        if why is None and self._bucket is not None:
+            self._bucket.owner.raise_if_lost()
+        return why
+
+    def _why_not(self, check: Callable[[str, int], None], generation: int) -> str | None:
+        """What keeps from telling who the owner is. Raises: OwnershipLost."""
         try:
-            check = self._worker.directory.ownership.check_owner
             self._in_directory(generation, lambda: check(self.job_token, generation))
         except OwnershipLost:
             raise
         except RunDirectoryError as error:
             return str(error)
-        if self._bucket is not None:
-            self._bucket.owner.raise_if_lost()
         return None
 
     def check_before_visible(self, generation: int) -> None:
-        """Called when a snapshot is about to become visible; asks the bucket, where it goes to one. Raises: as
-        `check_owner`. SnapshotError: the directory cannot be written. ObjectStoreError: the bucket does not answer."""
+        """Called when a snapshot is about to become visible. Where it goes decides: a run directory that fails costs no
+        more than a warning. Raises: as `check_owner`. SnapshotError: the folder cannot be written. ObjectStoreError:
+        the bucket does not answer."""
         why = self._why_no_owner(generation)
         if self._bucket is not None:
             self._bucket.owner.check()
         elif why is not None:
-            raise SnapshotError(why)
+            folder = self._why_not(self._worker.directory.ownership.check_snapshots, generation)
+            if folder is not None:
+                raise SnapshotError(folder)
+            self._warn_anew(why)
 
     def release(self) -> None:
         """This worker is no member of the job any more."""
@@ -177,9 +185,13 @@ class RunFiles:
             claiming.finish(lambda: None)
         finally:
             self._claiming = None  # not before: the thread that saves waits for it as well
-        if self._warning is not None and self._warning != self._last_warning:
-            self._last_warning = self._warning
-            self._worker.reporter.warn(self._warning)
+        if self._warning is not None:
+            self._warn_anew(self._warning)
+
+    def _warn_anew(self, warning: str) -> None:
+        if warning != self._last_warning:
+            self._last_warning = warning
+            self._worker.reporter.warn(warning)
 
     def wait_for_claim(self) -> None:
         """Block until a claim that is under way has ended. Its error is for the thread that trains."""

@@ -181,6 +181,10 @@ class Ownership:
                 f"{self._name} now belongs to generation {owner.generation} ({owner}); {stops(generation)}"
             )
 
+    def check_snapshots(self, job_token: str, generation: int) -> None:
+        """As `check_owner`, where snapshots lie, and nowhere else."""
+        self.check_owner(job_token, generation)
+
     def read(self) -> Owner | None:
         """The owner, as its record says; None where there is no valid one. Raises OSError other than for a missing
         file."""

@@ -91,6 +91,9 @@ class OwnershipWithSnapshots(Ownership):
 
     def check_owner(self, job_token: str, generation: int) -> None:
         super().check_owner(job_token, generation)
+        self.check_snapshots(job_token, generation)
+
+    def check_snapshots(self, job_token: str, generation: int) -> None:
         try:
             self._snapshots.check_owner(job_token, generation)
         except NewerGeneration:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -127,6 +128,22 @@ def test_a_folder_is_the_one_of_the_start_wherever_the_code_that_is_trained_goes
     assert [info.step for info in find_snapshots(tmp_path / "named", warn=pytest.fail)] == [2]
     assert list(elsewhere.iterdir()) == []
     assert config_of(training.worker)["snapshot_dir"] == str(tmp_path / "named")
+
+
+def test_a_run_directory_that_fails_keeps_no_snapshot_from_a_folder_elsewhere(start: Start, tmp_path: Path) -> None:
+    """Which is there to outlive it. The folder's own record decides who may write."""
+    training = start(snapshot_every=2, snapshot_dir=str(tmp_path / "elsewhere"))
+    training.steps(2)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    (tmp_path / "run").touch()
+    training.steps(4)
+    assert training.written == [2, 4, 6]
+    files = (tmp_path / "moved" / "events").glob("*.jsonl")
+    warnings = [line["message"] for path in files for line in read_all(path) if line.get("event") == "warning"]
+    assert [("Not a directory" in warning, "run directory" in warning) for warning in warnings] == [(True, True)]
+    shutil.rmtree(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").touch()
+    assert not training.saver.save_and_wait(training.state)
 
 
 class Judge:
