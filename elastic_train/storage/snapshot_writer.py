@@ -158,9 +158,12 @@ class SnapshotWriter:
         return True
 
     def make_room(self, state: dict[str, Any]) -> list[str]:
-        """As `LocalFolder.make_room`, for this state; nothing below a URL."""
+        """As `LocalFolder.make_room`, for this state; nothing below a URL. Raises: what `before_rename` does: another
+        job may have the folder by now."""
         if not isinstance(self._folder, LocalFolder):
             return []
+        if self._before_rename is not None:
+            self._before_rename()
         host = host_in_name(self._host)
         return self._folder.make_room(size_of(state), host, keep=self._keep, run_uid=self._run_uid, key=self._key)
 

@@ -528,6 +528,19 @@ def test_one_of_another_run_is_not_in_the_way_of_damage(
     assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
 
 
+def test_who_was_replaced_makes_no_room(tmp_path: Path) -> None:
+    """The folder is the other job's by now, which counts on what lies there."""
+    for step in (10, 20, 30):
+        save(make_writer(tmp_path, keep=9), step)
+
+    def replaced() -> None:
+        raise OwnershipLost("another job")
+
+    with pytest.raises(OwnershipLost):
+        make_writer(tmp_path, keep=9, before_rename=replaced).make_room({"w": torch.zeros(1)})
+    assert sizes_of(tmp_path) == [10, 20, 30]
+
+
 def sizes_of(path: Path) -> list[int]:
     return [info.step for info in sorted(find_snapshots(path, warn=pytest.fail), key=lambda info: info.step)]
 
