@@ -59,8 +59,9 @@ class Appearance:
         self.may_be_there = False
         """whether a put was tried that was not refused: its answer may have been lost"""
 
-    def make(self, note: Callable[[], None]) -> bool:
-        """Whether it is there; False where another one is. `note` is called once it is.
+    def make(self, note: Callable[[], Callable[[], None]]) -> bool:
+        """Whether it is there; False where another one is. `note` is called once it is; what it returns, where that is
+        taken back.
 
         Raises:
             OwnershipLost: before, or while it was put; then it is not there. ObjectStoreError: it cannot be put.
@@ -70,13 +71,16 @@ class Appearance:
             return isinstance(error, ObjectStoreError) and error.fault is StoreFault.TRANSIENT
 
         once = self._store.impatient()
+        forget: Callable[[], None] | None = None
         try:
             if self._store.tries.call(lambda: self._try(once), may_pass):
-                note()
+                forget = note()
                 with contextlib.suppress(ObjectStoreError):  # the next renewal finds it out
                     self._check()
         except OwnershipLost:
             self._take_back(once)
+            if forget is not None:
+                forget()
             raise
         return self.may_be_there
 

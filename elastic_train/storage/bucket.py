@@ -252,8 +252,9 @@ class Bucket:
         """All that lies there. Raises: ObjectStoreError."""
         self._delete(self.store, place, place.files())
 
-    def note_visible(self, manifest: Mapping[str, Any]) -> None:
-        """A snapshot of that manifest can be seen from now on. For who keeps a record of them."""
+    def note_visible(self, manifest: Mapping[str, Any]) -> Callable[[], None]:
+        """A snapshot of that manifest can be seen, unless what this returns is called. For who keeps a record."""
+        return lambda: None
 
     def _existing(self, place: BucketSnapshot, run_uid: str, key: bytes | None) -> SnapshotFile | None:
         """The state of this very snapshot, where it is there already and whole; what is left of a broken one goes."""

@@ -191,9 +191,18 @@ class BucketOwner:
         if is_writer:
             self.renew_in_background()
 
-    def note_snapshot(self, run_uid: str, generation: int, step: int) -> None:
-        """One has become visible: the next renewal says so."""
-        self._newest[run_uid] = max((generation, step), self._newest.get(run_uid, (generation, step)))
+    def note_snapshot(self, run_uid: str, generation: int, step: int) -> Callable[[], None]:
+        """One has become visible: the next renewal says so. Returns what to call where it is taken back."""
+        before = self._newest.get(run_uid)
+        noted = self._newest[run_uid] = max((generation, step), before or (generation, step))
+
+        def forget() -> None:
+            if self._newest.get(run_uid) == noted != before:  # else another one is the newest by now
+                self._newest.pop(run_uid)
+                if before is not None:
+                    self._newest[run_uid] = before
+
+        return forget
 
     def _learn(self, record: BucketRecord) -> None:
         if record.newest is not None:

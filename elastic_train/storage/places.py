@@ -46,8 +46,8 @@ class OwnedBucket(Bucket):
         super().__init__(ObjectStore(url))
         self.owner = BucketOwner(self.store, host_name())
 
-    def note_visible(self, manifest: Mapping[str, Any]) -> None:
-        self.owner.note_snapshot(str(manifest["run_uid"]), int(manifest["generation"]), int(manifest["step"]))
+    def note_visible(self, manifest: Mapping[str, Any]) -> Callable[[], None]:
+        return self.owner.note_snapshot(str(manifest["run_uid"]), int(manifest["generation"]), int(manifest["step"]))
 
 
 @functools.lru_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from elastic_train.config import Config
 from elastic_train.elastic.connect import Return
 from elastic_train.elastic.earlier_run import EarlierRun, note_restart
 from elastic_train.elastic.restore import Restored
-from elastic_train.errors import ObjectStoreError, SnapshotError
+from elastic_train.errors import NewerGeneration, ObjectStoreError, SnapshotError
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.storage.bucket_owner import BucketOwner
 from elastic_train.storage.object_store import ObjectStore, Tries
@@ -93,8 +94,8 @@ def look(
     return earlier
 
 
-def save(bucket: OwnedBucket, uid: str, step: int) -> None:
-    writer = SnapshotWriter(bucket, keep=3, host="n2", run_uid=uid, task={}, before_rename=bucket.owner.check)
+def save(bucket: OwnedBucket, uid: str, step: int, check: Callable[[], None] | None = None) -> None:
+    writer = SnapshotWriter(bucket, keep=3, host="n2", run_uid=uid, task={}, before_rename=check or bucket.owner.check)
     writer.save({"model": {}}, step=step, epoch=0, samples_done=0, generation=0, world_size=1)
 
 
@@ -109,6 +110,26 @@ def test_a_disk_that_was_away_does_not_bring_a_superseded_run_back(bucket: Owned
     events.mkdir(exist_ok=True)
     (events / "n1.jsonl").write_text('{"event": "snapshot", "snapshot_step": 5, "generation": 0, "host": "n1"}\n')
     assert earlier._past(earlier._own_past(SINGLE)) is None, "what the disk tells is of the run before"
+
+
+@pytest.mark.parametrize("before", [None, (0, 10)])
+def test_a_snapshot_that_is_taken_back_is_not_told_of(bucket: OwnedBucket, before: tuple[int, int] | None) -> None:
+    """A peer is lost in that moment. A start would look for ever for what nobody can see."""
+    own(bucket, "Y")
+    if before is not None:
+        save(bucket, "Y", 10)
+
+    def check() -> None:
+        if any("000020" in key and key.endswith("manifest.json") for key in bucket.store.list()):
+            raise NewerGeneration("the others have gone on")
+        bucket.owner.check()
+
+    with pytest.raises(NewerGeneration):
+        save(bucket, "Y", 20, check)
+    bucket.owner.check()
+    record = bucket.owner.read()
+    assert record is not None
+    assert record.newest == before
 
 
 def test_a_run_that_had_snapshots_in_the_bucket_does_not_begin_anew_where_none_is_seen(
