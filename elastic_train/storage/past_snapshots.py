@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_train.errors import SnapshotError
+from elastic_train.errors import SnapshotError, cause_of
 from elastic_train.runlog.reader import Line, read_all
 from elastic_train.world import from_runs, to_runs
 
@@ -41,12 +41,18 @@ NOTHING_SEEN = PastSnapshots(None, None, "")
 
 
 def read_past_snapshots(events_dir: Path) -> PastSnapshots:
-    """Reads all events of a run directory."""
+    """Reads all events of a run directory. Of a file that cannot be read nobody knows what it tells: that counts as one
+    that tells of a snapshot."""
     known: list[tuple[int, int, str]] = []
     reached: list[Reached] = []
     logged: set[int] = set()
     for path in events_dir.glob("*.jsonl"):
-        lines = read_all(path)
+        try:
+            lines = read_all(path)
+        except OSError as error:
+            how = f"{path}, which may tell of a snapshot of this run, cannot be read: {cause_of(error)}"
+            known.append((-1, -1, how))
+            continue
         known += _known(lines)
         reached += _reached(lines)
         logged |= {_step(line) for line in lines if line.get("event") == "step"}

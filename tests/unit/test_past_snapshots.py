@@ -103,6 +103,16 @@ def test_a_snapshot_that_was_surely_there(tmp_path: Path) -> None:
     assert read_past_snapshots(tmp_path).known == (2, 20, "host b wrote a snapshot of step 20 of this run, /b/20")
 
 
+def test_what_cannot_be_read_may_tell_of_a_snapshot(tmp_path: Path) -> None:
+    """Of another user, perhaps. One worker's error would be a lost peer to the others: all are told alike."""
+    (tmp_path / "a.jsonl").mkdir()
+    past = read_past_snapshots(tmp_path)
+    with pytest.raises(SnapshotError, match=r"a\.jsonl, which may tell of .*: Is a directory, and no"):
+        require_none_written([past, NOTHING])
+    write(tmp_path / "b.jsonl", {"event": "snapshot", "generation": 0, "snapshot_step": 40, "path": "/b/40"})
+    assert read_past_snapshots(tmp_path).known == (0, 40, "host b wrote a snapshot of step 40 of this run, /b/40")
+
+
 @pytest.fixture
 def group_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
