@@ -363,6 +363,11 @@ def first_whole(
     return None
 
 
+def is_there(path: SnapshotPlace) -> bool:
+    """Whether one that cannot be read has not been pruned meanwhile. Below a URL a request."""
+    return path.exists() if isinstance(path, Path) else MANIFEST_FILE in path.files()
+
+
 def is_snapshot(path: SnapshotPlace | SnapshotFolder) -> TypeGuard[SnapshotPlace]:
     """Whether a path is one snapshot, perhaps a damaged one."""
     if not isinstance(path, Path):

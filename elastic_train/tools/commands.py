@@ -150,7 +150,7 @@ def list_snapshots(arguments: argparse.Namespace) -> int:
 def verify_snapshots(arguments: argparse.Namespace) -> int:
     """Prints a line per snapshot; 1 if one is damaged or not read, or there is none."""
     from elastic_train.storage.places import place_at, snapshots_in
-    from elastic_train.storage.snapshot import find_snapshots, is_snapshot, read_info, verify
+    from elastic_train.storage.snapshot import find_snapshots, is_snapshot, is_there, read_info, verify
 
     others: list[str] = []
 
@@ -167,7 +167,8 @@ def verify_snapshots(arguments: argparse.Namespace) -> int:
         try:
             verify(info)
         except SnapshotUnread as error:
-            others.append(error.warning)
+            if info.path == place or is_there(info.path):  # else the job that trains has pruned it since
+                others.append(error.warning)
         else:
             print(f"whole: {info.path}")
     for line in others:

@@ -21,6 +21,7 @@ from elastic_train import cli
 from elastic_train.errors import SnapshotError
 from elastic_train.storage.dcp import write_dcp
 from elastic_train.storage.signature import read_key
+from elastic_train.storage.snapshot import SnapshotInfo, verify
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.weights import export_weights, initialise
 from elastic_train.tools import bench
@@ -225,6 +226,18 @@ class TestSnapshotVerify:
         for step in (30, 20):
             assert cli.main(["snapshot", "verify", str(snapshot(run_dir, step))]) == 1
         assert cli.main(["snapshot", "verify", str(snapshot(run_dir, 10))]) == 0
+
+    def test_what_is_pruned_meanwhile_is_not_damaged(
+        self, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def prune_and_verify(info: SnapshotInfo) -> None:
+            if info.step == 20:
+                shutil.rmtree(snapshot(run_dir, 20))
+            verify(info)
+
+        monkeypatch.setattr("elastic_train.storage.snapshot.verify", prune_and_verify)
+        assert cli.main(["snapshot", "verify", str(run_dir)]) == 0
+        assert capsys.readouterr().out.splitlines() == [f"whole: {snapshot(run_dir, step)}" for step in (30, 10)]
 
 
 class TestSnapshotKey:
