@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -26,6 +27,7 @@ from elastic_train.storage.snapshot import (
     find_snapshots,
     info_of,
     is_snapshot,
+    is_there,
     name_of,
     open_verified,
     read_info,
@@ -74,21 +76,17 @@ def place_at(text: str | os.PathLike[str]) -> SnapshotPlace | SnapshotFolder:
 def copy_snapshot(
     source: str, target: str, *, warn: Callable[[str], None], key: bytes | None = None
 ) -> tuple[SnapshotInfo, str]:
-    """Copy a snapshot, or the newest whole one of a place of many, to a folder or a URL, where it is whole or absent.
-    One that is there stays; a damaged copy of it is replaced, and `warn` told. With a key, one that it has signed.
-    Returns it, and where it is now.
+    """Copy a snapshot, or the newest whole one of a place of many, to a folder, a URL, or where a start looks for those
+    of a run directory; there it is whole or absent. One that is there stays; a damaged copy of it is replaced, and
+    `warn` told. With a key, one that it has signed. Returns it, and where it is now.
 
     Raises:
         SnapshotError: there is none, another one is in its place, or it cannot be written. UsageError: as `place_at`.
     """
-    info = _whole_one(place_at(source), warn, key)
-    folder = place_at(target)
-    if not isinstance(folder, Path | Bucket):
-        raise SnapshotError(f"{target} names one snapshot: name what it is to lie in")
-    manifest = _manifest_of(info)
-    manifest.pop("parts", None)
-    name = name_of(info.step, info.generation, info.host)  # its folder may be called anything
-    with open_verified(info) as file:
+    folder = _target_at(target)
+    with _open_whole(place_at(source), warn, key) as (info, manifest, file):
+        manifest.pop("parts", None)
+        name = name_of(info.step, info.generation, info.host)  # its folder may be called anything
 
         def fill(into: IO[bytes]) -> None:
             shutil.copyfileobj(file, into)
@@ -107,6 +105,17 @@ def copy_snapshot(
             folder.write(name, fill, manifest, key=key)
             _require_left(folder, place, key)
     return info, f"{folder}/{name}"
+
+
+def _target_at(text: str) -> SnapshotFolder:
+    """What a copy is to lie in. Raises: as `copy_snapshot`."""
+    place = place_at(text)
+    if not isinstance(place, Path | Bucket) or is_snapshot(place):
+        raise SnapshotError(f"{text} names one snapshot: name what it is to lie in")
+    if not isinstance(place, Path) or not (place / "events").is_dir():
+        return place
+    found = snapshots_in(place)
+    return folder_by({}, place) if found == place else found  # it has none yet
 
 
 def _require_left(folder: Bucket, place: BucketSnapshot, key: bytes | None) -> None:
@@ -141,24 +150,37 @@ def _is_whole_copy(place: SnapshotPlace, info: SnapshotInfo, key: bytes | None, 
     return True
 
 
-def _whole_one(place: SnapshotPlace | SnapshotFolder, warn: Callable[[str], None], key: bytes | None) -> SnapshotInfo:
-    if is_snapshot(place):
-        return read_info(place, key)
-    folder = snapshots_in(place)
-    for info in find_snapshots(folder, warn=warn, key=key):
-        try:
-            verify(info)
-            return info
-        except SnapshotUnread as error:
-            warn(error.warning)
-    raise SnapshotError(f"no whole snapshot in {folder}")
+@contextlib.contextmanager
+def _open_whole(
+    place: SnapshotPlace | SnapshotFolder, warn: Callable[[str], None], key: bytes | None
+) -> Iterator[tuple[SnapshotInfo, dict[str, Any], IO[bytes]]]:
+    """A snapshot, or the newest whole one of a place of many, with its manifest and its state, which is read once."""
+    is_one = is_snapshot(place)
+    infos = [read_info(place, key)] if is_snapshot(place) else find_snapshots(snapshots_in(place), warn=warn, key=key)
+    with contextlib.ExitStack() as stack:
+        for info in infos:
+            try:
+                file = stack.enter_context(open_verified(info))
+                found = info, _manifest_of(info), file
+            except SnapshotUnread as error:
+                if is_one:
+                    raise
+                if is_there(info.path):  # else it was pruned meanwhile
+                    warn(error.warning)
+            else:
+                yield found
+                return
+    raise SnapshotError(f"no whole snapshot in {snapshots_in(place)}")
 
 
 def _manifest_of(info: SnapshotInfo) -> dict[str, Any]:
-    """All that it says, with its signature, which holds wherever the snapshot lies."""
-    if isinstance(info.path, Path):
+    """All that it says, with its signature, which holds wherever the snapshot lies. Raises: SnapshotDamaged."""
+    if not isinstance(info.path, Path):
+        return info.path.read_manifest()
+    try:
         return dict(json.loads((info.path / MANIFEST_FILE).read_bytes()))
-    return info.path.read_manifest()
+    except OSError as error:
+        raise SnapshotDamaged(f"snapshot {info.path}: {MANIFEST_FILE} cannot be read: {cause_of(error)}") from error
 
 
 def snapshots_in(path: SnapshotPlace | SnapshotFolder) -> SnapshotFolder:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -18,13 +19,22 @@ import torch
 
 from elastic_train.errors import OwnershipLost, SnapshotError, UsageError
 from elastic_train.storage import parts as parts_module
+from elastic_train.storage import places
 from elastic_train.storage.appearance import Flight
-from elastic_train.storage.bucket import Bucket
+from elastic_train.storage.bucket import Bucket, BucketSnapshot
 from elastic_train.storage.object_store import PROBE_SECONDS, ObjectStore, Tries
 from elastic_train.storage.parts import AT_ONCE, PartStream
 from elastic_train.storage.places import copy_snapshot, place_at
 from elastic_train.storage.signature import read_key
-from elastic_train.storage.snapshot import SnapshotFolder, SnapshotResult, find_snapshots, newest_whole, verify
+from elastic_train.storage.snapshot import (
+    SnapshotFolder,
+    SnapshotInfo,
+    SnapshotResult,
+    find_snapshots,
+    newest_whole,
+    open_verified,
+    verify,
+)
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.store_arms import MemoryArm, Stored, version_of
 from elastic_train.storage.store_urls import parse_url
@@ -568,6 +578,63 @@ def test_a_copy_has_the_name_by_which_a_start_finds_it(
         assert (info.step, place) == (3, f"{target}/{name}")
     [found] = find_snapshots(place_at(target), warn=pytest.fail)  # type: ignore[arg-type]  # a place of many
     assert (found.name, found.files) == (name, info.files)
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+@pytest.mark.parametrize("has_some", [False, True])
+def test_a_copy_to_a_run_directory_lies_where_a_start_looks(tmp_path: Path, has_some: bool, is_elsewhere: bool) -> None:
+    source = save(writer_to(tmp_path / "source"), 3).path
+    run_dir = tmp_path / "run"
+    folder = tmp_path / "elsewhere" if is_elsewhere else run_dir / "snapshots"
+    (run_dir / "events").mkdir(parents=True)
+    config = {"snapshot_dir": str(folder) if is_elsewhere else None}
+    (run_dir / "events" / "a.jsonl").write_text(json.dumps({"event": "start", "time": 1.0, "config": config}) + "\n")
+    if has_some:
+        save(writer_to(folder), 1)
+    _, place = copy_snapshot(str(source), str(run_dir), warn=pytest.fail)
+    assert place == f"{folder}/{Path(str(source)).name}"
+    assert find_snapshots(folder, warn=pytest.fail)[0].step == 3
+
+
+@pytest.mark.parametrize("is_url", [False, True])
+def test_a_copy_does_not_lie_in_a_snapshot(url: str, tmp_path: Path, is_url: bool) -> None:
+    place = str(save(writer_to(bucket_of(url) if is_url else tmp_path), 3).path)
+    with pytest.raises(SnapshotError, match=f"{place} names one snapshot: name what it is to lie in"):
+        copy_snapshot(str(save(writer_to(tmp_path / "other"), 4).path), place, warn=pytest.fail)
+
+
+def test_a_copy_of_the_newest_is_fetched_once(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        save(writer_to(bucket_of(url)), step)
+    fetched, fetch_into = [], BucketSnapshot._fetch_into
+
+    def count(place: BucketSnapshot, *arguments: Any) -> None:
+        fetched.append(place.name)
+        fetch_into(place, *arguments)
+
+    monkeypatch.setattr(BucketSnapshot, "_fetch_into", count)
+    copy_snapshot(url, str(tmp_path), warn=pytest.fail)
+    assert fetched == ["step-000000000002-gen-0000-one"]
+
+
+@pytest.mark.parametrize("is_url", [False, True])
+def test_what_is_pruned_as_it_is_copied_is_not_the_newest(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_url: bool
+) -> None:
+    source: Any = bucket_of(url) if is_url else tmp_path / "source"
+    for step in (1, 2):
+        save(writer_to(source), step)
+
+    def prune_and_open(info: SnapshotInfo) -> Any:
+        if info.step == 2 and isinstance(info.path, Path):
+            shutil.rmtree(info.path)
+        elif info.step == 2:
+            source.delete(info.path)
+        return open_verified(info)
+
+    monkeypatch.setattr(places, "open_verified", prune_and_open)
+    info, _ = copy_snapshot(str(source), str(tmp_path / "target"), warn=pytest.fail)
+    assert info.step == 1
 
 
 def test_a_url_names_one_snapshot_or_many(url: str) -> None:
