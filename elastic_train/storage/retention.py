@@ -19,7 +19,7 @@ class Retention:
     every: int | None = None
     """of each so many steps the first that was written"""
     best: int = 0
-    """of those that have a metric"""
+    """of those that have a metric; of a step the one of the largest generation"""
 
     def __post_init__(self) -> None:
         if self.newest < 1:
@@ -39,8 +39,12 @@ class Retention:
             for info in sorted(infos, key=lambda info: (-info.step, info.generation)):  # the last one written stays
                 first[info.step // self.every] = info.age_key
             first.pop(0, None)
-        whole = (info.age_key for info in best_first(infos) if is_whole(info)) if self.best else ()
-        return frozenset(first.values()) | frozenset([*dict.fromkeys(whole)][: self.best])
+        last: dict[int, SnapshotInfo] = {}  # a step that a restart did again is one, and takes one place
+        if self.best:
+            whole = (info for info in best_first(infos) if is_whole(info))
+            last = {info.step: info for info in sorted(whole, key=lambda info: info.generation)}
+        best = best_first(last.values())[: self.best]
+        return frozenset(first.values()) | frozenset(info.age_key for info in best)
 
     def expired(
         self,

@@ -65,6 +65,15 @@ def test_a_damaged_one_is_none_of_the_best() -> None:
     assert Retention(1, best=1).pinned(infos, lambda info: info.step != 30) == {(0, 20)}
 
 
+def test_a_step_that_was_done_again_takes_one_place() -> None:
+    """As it was done last, unless that is damaged; where it was not rated then, as it was rated before."""
+    infos = [make_info(200, 1, 0.85), make_info(300, 1, 0.8), make_info(400, 1, 0.9), make_info(400, 2, 0.9)]
+    assert Retention(1, best=3).pinned(infos) == {(1, 200), (1, 300), (2, 400)}
+    assert Retention(1, best=1).pinned(infos, lambda info: info.generation == 1) == {(1, 400)}
+    assert Retention(1, best=2).pinned([*infos, make_info(400, 3, 0.82)]) == {(1, 200), (3, 400)}
+    assert Retention(1, best=1).pinned([*infos, make_info(400, 3)]) == {(2, 400)}
+
+
 @pytest.mark.parametrize("metric", [float("nan"), float("inf"), "0.5", [1]])
 def test_a_metric_that_is_none(metric: object) -> None:
     with pytest.raises(SnapshotDamaged, match=r"manifest\.json is wrong or incomplete"):
