@@ -1,8 +1,9 @@
 """Where a world starts from: the newest snapshot that any of its members can see, or scratch.
 
-Nothing needs a shared file system or a particular rank 0. One worker reads each run directory: its leader. The leaders
-compare the newest snapshots that they have, over the process group. Those that have the very file of the best one read
-it, and send the state to the others. All see a bucket, so one leader reads it for all.
+Nothing needs a shared file system or a particular rank 0. All compare the newest snapshots that they see, over the
+process group. Those that see the very file of the best one in a folder read it, each for itself, and the first of them
+sends the state to the others. All see a bucket, so one reads it for all. What the events of a run directory say of
+snapshots that nobody sees its leader alone tells.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def restore(
 
     Args:
         state: freshly built; loaded in place.
-        offers: the snapshots that this rank can see, newest first; empty on ranks that lead no run directory.
+        offers: the snapshots that this rank can see, newest first.
         task: what a snapshot must agree with.
         run_uid: the name of the run, where this job has one already; else that of a new run.
         is_new_run: whether the run directories say which run is meant (the job's first world), or `run_uid` does.
