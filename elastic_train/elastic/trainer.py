@@ -321,12 +321,9 @@ def told_as_what_they_are(state: TrainState, sockets: GroupSockets) -> Iterator[
 def begin_scalers_anew(state: TrainState) -> None:
     """Have GradScalers forget the step that was broken off between `unscale_` or `step` and `update`: they would take
     its gradients, when it is done again, for unscaled ones, or a fused optimizer would unscale them twice."""
-    for scaler in (state.scaler, *state.extras.values()):
-        if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
-            continue
+    for scaler in state.kept.scalers:
         if scaler._scale is not None:  # else `scale` was never called
             scaler.update(scaler.get_scale())  # the only public way; the scale stays
-    for optimizer in (state.optimizer, *state.extras.values()):
-        if isinstance(optimizer, torch.optim.Optimizer):
-            for name in ("grad_scale", "found_inf"):  # a scaler takes them back only once the step has returned
-                vars(optimizer).pop(name, None)
+    for optimizer in state.kept.updates.optimizers:
+        for name in ("grad_scale", "found_inf"):  # a scaler takes them back only once the step has returned
+            vars(optimizer).pop(name, None)

@@ -40,8 +40,8 @@ class KeptStep:
         self.buffers = KeptBuffers(model, extras)
         self.updates = KeptUpdates(model, optimizer, extras, self.buffers)
         # A scaler adapts its scale to the gradients, and after a broken reduction these differ between the ranks.
-        scalers = (one for one in (*extras, scaler) if isinstance(one, torch.amp.GradScaler) and one.is_enabled())
-        self._scales: list[tuple[dict[str, Any], Remembered]] = [(vars(one), {}) for one in scalers]
+        self.scalers = scalers_in((scaler, optimizer, *extras))
+        self._scales: list[tuple[dict[str, Any], Remembered]] = [(vars(one), {}) for one in self.scalers]
 
     def keep(self) -> None:
         """A step begins."""
@@ -289,6 +289,13 @@ def _as_given(loaded: Any, given: Any) -> Any:
 def has_nan(tensor: torch.Tensor) -> bool:
     """Whether one of its numbers is NaN. Blocks for the tensor's device."""
     return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().sum())  # sparse has no any()
+
+
+def scalers_in(parts: Iterable[Any]) -> list[torch.amp.GradScaler]:
+    """The GradScalers that are in use among parts of a state, or held by one of them as timm's NativeScaler does."""
+    held = (one for part in parts for one in (part, *getattr(part, "__dict__", {}).values()))
+    found = (one for one in held if isinstance(one, torch.amp.GradScaler) and one.is_enabled())
+    return list({id(one): one for one in found}.values())
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -633,12 +633,12 @@ def test_what_a_scaler_found_in_a_step_that_is_taken_back_is_forgotten(is_used: 
 
 @pytest.mark.parametrize("is_clipped", [True, False], ids=["clipped", "plain"])
 @pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
-@pytest.mark.parametrize("is_ours", [True, False], ids=["of --precision", "of the loop"])
+@pytest.mark.parametrize("place", ["of --precision", "of the loop", "wrapped"])
 @pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 )
 def test_a_step_that_is_broken_off_within_the_scaler_is_done_again_as_if_it_had_never_been(
-    device: str, is_ours: bool, is_fused: bool, is_clipped: bool
+    device: str, place: str, is_fused: bool, is_clipped: bool
 ) -> None:
     """Where NCCL's collectives were aborted, that shows only as the optimizer begins its step."""
 
@@ -647,8 +647,9 @@ def test_a_step_that_is_broken_off_within_the_scaler_is_done_again_as_if_it_had_
         model = nn.Linear(4, 2).to(device)
         scaler = torch.amp.GradScaler(device, init_scale=1024.0)
         state = TrainState(
-            model, torch.optim.SGD(model.parameters(), lr=0.1, fused=is_fused), scaler if is_ours else None,
-            schedule="constant", length=16, global_batch_size=4, epochs=1, extras={} if is_ours else {"scaler": scaler},
+            model, torch.optim.SGD(model.parameters(), lr=0.1, fused=is_fused),
+            scaler if place == "of --precision" else None,
+            schedule="constant", length=16, global_batch_size=4, epochs=1, extras=extras_with(scaler, place),
         )  # fmt: skip
 
         def step() -> None:
@@ -673,6 +674,57 @@ def test_a_step_that_is_broken_off_within_the_scaler_is_done_again_as_if_it_had_
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     assert all(map(torch.equal, train(breaks=True), train(breaks=False)))
+
+
+class ScalerHolder:
+    """As timm's NativeScaler, and MAE's, have one."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scaler.load_state_dict(state)
+
+
+def extras_with(scaler: torch.amp.GradScaler, place: str) -> dict[str, Any]:
+    return {} if place == "of --precision" else {"scaler": ScalerHolder(scaler) if place == "wrapped" else scaler}
+
+
+@pytest.mark.parametrize("place", ["of --precision", "of the loop", "wrapped"])
+def test_a_scaler_of_two_optimizers_is_broken_off_between_their_steps(place: str) -> None:
+    """What was unscaled, and its overflow, is forgotten, and the scale is what it was."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    layers = [nn.Linear(1, 1) for _ in range(2)]
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers)
+    state = TrainState(
+        layers[0], first, scaler if place == "of --precision" else None, schedule="constant", length=16,
+        global_batch_size=4, epochs=1, extras=extras_with(scaler, place) | {"layer": layers[1], "second": second},
+    )  # fmt: skip
+
+    def step(layer: nn.Module, optimizer: torch.optim.Optimizer, number: float = 1.0) -> None:
+        optimizer.zero_grad()
+        scaler.scale(layer(torch.tensor([[number]])).sum()).backward()
+        scaler.step(optimizer)
+
+    state.remember()
+    step(layers[0], first)
+    scaler.update(32.0)
+    step(layers[0], first, float("nan"))
+    begin_scalers_anew(state)
+    assert state.rollback()
+    assert scaler.get_scale() == 64.0
+    parameters = [one for layer in layers for one in layer.parameters()]
+    weights = [float(one) for one in parameters]
+    state.remember()
+    for layer, optimizer in zip(layers, (first, second), strict=True):
+        step(layer, optimizer)
+    scaler.update()
+    state.commit(1.0)
+    moved = [before - float(one) for before, one in zip(weights, parameters, strict=True)]
+    assert moved == [pytest.approx(0.1)] * 4
 
 
 def break_off() -> None:
