@@ -321,13 +321,14 @@ def require_values(model: nn.Module) -> None:
 
 class Modes:
     """The mode of every layer of some modules, `train()` or `eval()`, and whether each parameter is trained: users
-    freeze some of them. Those of a `TrainState` are of when it was made, and each world begins in them, on survivors
-    and newcomers alike."""
+    freeze some of them; and whether gradients are computed on this thread. Those of a `TrainState` are of when it was
+    made, and each world begins in them, on survivors and newcomers alike."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
         self._modes = [(layer, layer.training) for module in modules for layer in module.modules()]
         self._trained = [(one, one.requires_grad) for module in modules for one in module.parameters()]
+        self._has_gradients = torch.is_grad_enabled()
 
     def put_back(self) -> None:
         """They are in that mode again."""
@@ -336,6 +337,7 @@ class Modes:
         for parameter, is_trained in self._trained:
             if parameter.requires_grad != is_trained:
                 parameter.requires_grad_(is_trained)
+        torch.set_grad_enabled(self._has_gradients)
 
 
 def require_in_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

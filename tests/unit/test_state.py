@@ -543,6 +543,16 @@ def test_modules_among_the_extras_are_put_into_their_modes_too() -> None:
     assert not any(layer.training for layer in teacher.modules()), "as it was given"
 
 
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_gradients_are_computed_again_where_an_evaluation_had_turned_them_off(has_gradients: bool) -> None:
+    """By a call, which nothing undoes where a peer is lost before the other one."""
+    with torch.set_grad_enabled(has_gradients):
+        state = make_state()
+        torch.set_grad_enabled(not has_gradients)
+        state.modes.put_back()
+        assert torch.is_grad_enabled() is has_gradients
+
+
 def test_what_was_frozen_and_thawed_meanwhile_is_as_it_was_made() -> None:
     """A newcomer's parameters are, and DDP sums those that are trained."""
     gan = Gan()
