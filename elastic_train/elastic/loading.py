@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,18 +46,22 @@ def load(state: TrainState, loaded: Mapping[str, Any], source: str, *, is_peers:
         ) from error
 
 
-def peak_rates(state: TrainState) -> list[float]:
+def peak_rates(state: TrainState) -> list[float | None]:
     """The optimizer's learning rates by group, as they were before a scheduler of torch's or ours changed them."""
     groups = zip(state.optimizer.param_groups, state.learning_rates, strict=True)
-    return [float(group.get("initial_lr", rate)) for group, rate in groups]
+    return [rate if (first := group.get("initial_lr")) is None else float(first) for group, rate in groups]
 
 
-def other_rates(started: Sequence[float], used: Sequence[float]) -> str | None:
+def other_rates(started: Sequence[float | None], used: Sequence[float | None]) -> str | None:
     """What to say where a start was given other learning rates than the run that it continues; None where not."""
     if list(started) == list(used):
         return None
-    given, kept = (", ".join(f"{rate:g}" for rate in rates) for rates in (started, used))
-    return f"the run's learning rate {kept} is used, not this start's {given}"
+    return f"the run's learning rate {shown(used)} is used, not this start's {shown(started)}"
+
+
+def shown(rates: Iterable[float | None]) -> str:
+    """`0.1, 0.01`."""
+    return ", ".join("none" if rate is None else f"{rate:g}" for rate in rates)
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:

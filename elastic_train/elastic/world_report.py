@@ -10,6 +10,7 @@ from typing import Any
 
 from elastic_train.branches import Branch
 from elastic_train.config import Config
+from elastic_train.elastic.loading import shown
 from elastic_train.elastic.membership import Change
 from elastic_train.elastic.quarantined import lasting, run_seconds
 from elastic_train.elastic.restore import Restored
@@ -249,8 +250,7 @@ def describe_share(config: Config, world_size: int) -> str:
 
 def describe_optimizer(state: TrainState) -> str:
     """`SGD, lr 0.1`: what was chosen, where nothing was said."""
-    rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(state.learning_rates))
-    return f"{type(state.optimizer).__name__}, lr {rates}"
+    return f"{type(state.optimizer).__name__}, lr {shown(dict.fromkeys(state.learning_rates))}"
 
 
 def describe_start(worker: Worker, world: World, backend: str, restored: Restored) -> str:

@@ -17,6 +17,7 @@ from elastic_train.observe.metrics import Metrics
 from elastic_train.observe.rate import Rate
 from elastic_train.runlog.events import EventLog, Ledger, file_name
 from elastic_train.runlog.reader import newest_first
+from elastic_train.training.kept import rate_of
 from elastic_train.training.ratings import Ratings
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count
@@ -173,15 +174,13 @@ class Reporter:
             )
         if now - self._last_scalars >= SCALARS_SECONDS or state.is_finished:
             self._last_scalars = now
-            self._add_scalars(
-                state.step,
-                {
-                    **({} if loss is None else {"train/loss": loss}),
-                    "train/learning_rate": float(state.optimizer.param_groups[0]["lr"]),
-                    "run/world_size": self._world.world_size,
-                    "run/samples_per_second": self._rate.per_second,
-                },
-            )
+            scalars = {
+                "train/loss": loss,
+                "train/learning_rate": rate_of(state.optimizer.param_groups[0]),
+                "run/world_size": self._world.world_size,
+                "run/samples_per_second": self._rate.per_second,
+            }
+            self._add_scalars(state.step, {name: one for name, one in scalars.items() if one is not None})
 
     def last_logged_step(self) -> int | None:
         """The last committed step that rank 0 of the present world has written down; None if its file is not visible

@@ -303,6 +303,12 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [one for group in optimizer.param_groups for one in group["params"]]
 
 
+def rate_of(group: Mapping[str, Any]) -> float | None:
+    """Of a parameter group; None where it has none, since its optimizer finds one itself (Adafactor)."""
+    rate = group.get("lr")
+    return None if rate is None else float(rate)
+
+
 def parts_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
     """Those that it is made of, by the place in which it keeps them: SAM's `base_optimizer`, of the same parameters."""
     owned = {id(one) for one in parameters_of(optimizer)}

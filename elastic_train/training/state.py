@@ -16,7 +16,7 @@ from elastic_train.branches import Branches, branches_of
 from elastic_train.errors import UsageError
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.kept import Arguments, KeptStep, load_part, parameters_of, parts_of
+from elastic_train.training.kept import Arguments, KeptStep, load_part, parameters_of, parts_of, rate_of
 from elastic_train.training.ratings import Ratings
 from elastic_train.training.reduction import named
 from elastic_train.training.sampler import steps_per_epoch
@@ -113,7 +113,7 @@ class TrainState:
         """called before the optimizer's step; what it raises leaves the weights those of the last commit"""
         self.kept.updates.call_before_steps(self.begin_update)
         self._schedule, self._has_own_optimizer = schedule, has_own_optimizer
-        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._base_lrs = [rate_of(group) for group in optimizer.param_groups]
         self._apply_schedule()
 
     @property
@@ -122,9 +122,9 @@ class TrainState:
         return self.step >= self.last_step
 
     @property
-    def learning_rates(self) -> list[float]:
+    def learning_rates(self) -> list[float | None]:
         """The optimizer's, by group, before the schedule; those in force, where the schedule is none of ours."""
-        return list(self._base_lrs) if self._schedule is not None else [g["lr"] for g in self.optimizer.param_groups]
+        return list(self._base_lrs) if self._schedule is not None else [*map(rate_of, self.optimizer.param_groups)]
 
     @property
     def is_whole(self) -> bool:
@@ -202,7 +202,8 @@ class TrainState:
         else:
             factor = self._schedule(self.step, self.last_step)
         for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
-            group["lr"] = base_lr * factor
+            if base_lr is not None:
+                group["lr"] = base_lr * factor
 
     def state_dict(self) -> dict[str, Any]:
         """What `torch.load(weights_only=True)` can read; of a step that has begun nothing, until the optimizer's."""

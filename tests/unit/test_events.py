@@ -117,7 +117,7 @@ def test_what_was_written_before_a_restore_says_nothing_of_the_steps_after_it(tm
 
 
 @pytest.mark.parametrize(("loss", "told"), [(None, "loss=unknown"), (0.5, "loss=0.5000")])
-def test_a_step_without_a_loss_has_none(
+def test_a_step_without_a_loss_or_a_learning_rate_has_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: float | None, told: str
 ) -> None:
     """An error of the user's code came between the optimizer's step and the first commit."""
@@ -129,12 +129,14 @@ def test_a_step_without_a_loss_has_none(
     state = make_state(max_steps=1)
     made.enter(World(0, 0, (member(0),)), state)
     state.commit(loss)
+    rate = None if loss is None else 0.25
+    state.optimizer.param_groups[0]["lr"] = rate  # Adafactor may have none
     made.step(state, loss, epoch=0, samples=8)
     made.close()
     [line] = [strictly(line) for line in only_file(tmp_path / "events").read_text().splitlines()]
     assert (line["event"], line["loss"]) == ("step", loss)
     assert told in capsys.readouterr().err
-    assert [values.get("train/loss") for values in drawn] == [loss]
+    assert [(values.get("train/loss"), values.get("train/learning_rate")) for values in drawn] == [(loss, rate)]
 
 
 @pytest.mark.parametrize("has_bar_before", [True, False])

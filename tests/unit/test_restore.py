@@ -16,8 +16,10 @@ from elastic_train.elastic.loading import difference, other_rates, peak_rates
 from elastic_train.elastic.restore import Restored
 from elastic_train.elastic.resume import Resumed
 from elastic_train.elastic.whole_steps import ALONE
+from elastic_train.elastic.world_report import describe_optimizer
 from elastic_train.runlog.goodput import Phase, PhaseClock
 from elastic_train.training.state import TrainState
+from elastic_train.training.state_hash import settings_hash
 from tests.unit.test_quarantined import report_of
 from tests.unit.test_ring import PAIR, Fake
 from tests.unit.test_state import make_state
@@ -108,6 +110,38 @@ def test_a_schedule_of_ours_takes_the_rate_of_the_new_start() -> None:
     started = peak_rates(now)
     now.load_state_dict(earlier.state_dict())
     assert other_rates(started, peak_rates(now)) is None
+
+
+class OwnRate(torch.optim.SGD):
+    """As Adafactor, which finds its learning rate itself where it is given none."""
+
+    def __init__(self, parameters: Any, lr: float | None) -> None:
+        super().__init__(parameters)
+        self.param_groups[0]["lr"] = lr
+
+
+@pytest.mark.parametrize("schedule", [None, "constant", "cosine"])
+def test_an_optimizer_may_find_its_learning_rate_itself(schedule: str | None) -> None:
+    def state(lr: float | None) -> TrainState:
+        model = nn.Linear(1, 1)
+        optimizer = OwnRate(model.parameters(), lr)
+        return TrainState(
+            model, optimizer, length=8, global_batch_size=4, epochs=9, schedule=schedule, has_own_optimizer=True
+        )
+
+    first, later, other = state(None), state(None), state(0.25)
+    started, others = peak_rates(later), peak_rates(other)
+    first.commit(1.0)
+    assert first.optimizer.param_groups[0]["lr"] is None
+    assert describe_optimizer(first) == "OwnRate, lr none"
+    for one in (later, other):
+        one.load_state_dict(first.state_dict())
+    assert later.learning_rates == [None]
+    assert other_rates(started, peak_rates(later)) is None
+    told = "the run's learning rate none is used, not this start's 0.25"
+    assert other_rates(others, peak_rates(other)) == (told if schedule is None else None)
+    later.load_state_dict(first.state_dict(), is_peers=True)
+    assert settings_hash(later) == settings_hash(first)
 
 
 @pytest.mark.parametrize("settings", [[1, 1], [1, 2]])
