@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from elastic_train.errors import SnapshotError, first_line
 from elastic_train.storage.state_bytes import rebuilt
+from elastic_train.training.kept import ExtraNotLoaded
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count
 
@@ -18,20 +19,27 @@ SHOWN_NAMES = 3
 def load(state: TrainState, loaded: Mapping[str, Any], source: str, *, is_peers: bool = False) -> None:
     """As `TrainState.load_state_dict`, of tensors on the CPU. `source` names it in an error.
 
+    Extras may keep what they are given: a tensor goes to the device of the one that the extra has in its place, and
+    stays on the CPU where it has none.
+
     Raises:
         SnapshotError: it is of another model or optimizer; or whatever keeps it from being loaded.
     """
     device = next((parameter.device for parameter in state.model.parameters()), torch.device("cpu"))
 
-    def to_device(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device)
-
     try:
-        # They may keep what they are given; the model copies it, and the optimizer moves what is each parameter's.
-        extras = rebuilt(loaded.get("extras", {}), to_device, "extras")
-        groups = rebuilt(loaded["optimizer"]["param_groups"], to_device, "param_groups")
+        extras = loaded.get("extras", {})
+        own = {name: state.kept.updates.state_of(state.extras[name]) for name in extras.keys() & state.extras.keys()}
+        places = {id(tensor): mine.device for tensor, mine in pairs(extras, own)}
+        extras = rebuilt(extras, lambda tensor: tensor.to(places.get(id(tensor), tensor.device)), "extras")
+        # The model copies what it is given, and the optimizer moves what is each parameter's.
+        groups = rebuilt(loaded["optimizer"]["param_groups"], lambda tensor: tensor.to(device), "param_groups")
         optimizer = {**loaded["optimizer"], "param_groups": groups}
         state.load_state_dict({**loaded, "extras": extras, "optimizer": optimizer}, is_peers=is_peers)
+    except ExtraNotLoaded as error:
+        raise SnapshotError(
+            f"{source} cannot be taken over: {error}; mend what it loads, or leave it out of extras, which is a warning"
+        ) from error
     except Exception as error:  # of user code too: who reads a snapshot for others must say that it cannot
         if isinstance(error, torch.OutOfMemoryError) or not isinstance(
             error, KeyError | TypeError | ValueError | RuntimeError
@@ -44,6 +52,18 @@ def load(state: TrainState, loaded: Mapping[str, Any], source: str, *, is_peers:
             f"{source} does not fit this model and its optimizer: {what}; go on with those that it was made with, or "
             "give --fresh to begin anew"
         ) from error
+
+
+def pairs(theirs: Any, ours: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors that have the same place in two states."""
+    if isinstance(theirs, torch.Tensor) and isinstance(ours, torch.Tensor):
+        yield theirs, ours
+    elif isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+        for key in theirs.keys() & ours.keys():
+            yield from pairs(theirs[key], ours[key])
+    elif isinstance(theirs, list | tuple) and isinstance(ours, list | tuple):
+        for their, our in zip(theirs, ours, strict=False):
+            yield from pairs(their, our)
 
 
 def peak_rates(state: TrainState) -> list[float | None]:

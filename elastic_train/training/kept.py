@@ -241,6 +241,20 @@ class KeptUpdates:
         self.is_needed |= is_needed
 
 
+class ExtraNotLoaded(ValueError):
+    """What an extra has raised as it took its state over, which is the cause. The message says which one it is."""
+
+
+def load_extra(name: str, extra: Any, state: Mapping[str, Any]) -> None:
+    """As `load_part`. Raises: ExtraNotLoaded; torch.OutOfMemoryError."""
+    try:
+        load_part(extra, state)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of any kind: it is the user's code
+        raise ExtraNotLoaded(f"extras[{name!r}]: {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
 def load_part(part: Any, state: Mapping[str, Any]) -> None:
     """Take over what `KeptUpdates.state_of` gave, an optimizer bit by bit: torch rounds what belongs to a parameter to
     its dtype, moments and master weights in float32 to bfloat16. May keep the tensors that it is given.

@@ -16,7 +16,7 @@ from elastic_train.branches import Branches, branches_of
 from elastic_train.errors import UsageError
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.kept import Arguments, KeptStep, load_part, parameters_of, parts_of, rate_of
+from elastic_train.training.kept import Arguments, KeptStep, load_extra, load_part, parameters_of, parts_of, rate_of
 from elastic_train.training.ratings import Ratings
 from elastic_train.training.reduction import named
 from elastic_train.training.sampler import steps_per_epoch
@@ -251,7 +251,8 @@ class TrainState:
         the learning rate alone), unless it `is_peers`. An extra that it lacks stays; averaged weights are the model's.
 
         Raises:
-            KeyError, TypeError, ValueError, RuntimeError: it is of another model, optimizer or kind of extras.
+            KeyError, TypeError, ValueError, RuntimeError: it is of another model or optimizer.
+            ExtraNotLoaded, a ValueError: an extra does not take what it is given.
         """
         self.is_step_open, self._is_updating = False, True
         self.kept.updates.let_go(is_needed=bool(state["run"].get("keeps_updates", False)))
@@ -267,7 +268,7 @@ class TrainState:
         if self.averaged is not None:  # a new one's copy is of weights that were never trained
             extras = {"ema": state["model"], **extras}
         for name in self.extras.keys() & extras.keys():
-            load_part(self.extras[name], extras[name])
+            load_extra(name, self.extras[name], extras[name])
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         position, run = state["position"], state["run"]

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from elastic_train.elastic import restore
-from elastic_train.elastic.loading import difference, other_rates, peak_rates
+from elastic_train.elastic.loading import difference, load, other_rates, peak_rates
 from elastic_train.elastic.restore import Restored
 from elastic_train.elastic.resume import Resumed
 from elastic_train.elastic.whole_steps import ALONE
 from elastic_train.elastic.world_report import describe_optimizer
+from elastic_train.errors import SnapshotError
 from elastic_train.runlog.goodput import Phase, PhaseClock
 from elastic_train.training.state import TrainState
 from elastic_train.training.state_hash import settings_hash
@@ -110,6 +111,91 @@ def test_a_schedule_of_ours_takes_the_rate_of_the_new_start() -> None:
     started = peak_rates(now)
     now.load_state_dict(earlier.state_dict())
     assert other_rates(started, peak_rates(now)) is None
+
+
+class Kept:
+    """Keeps what it is given, as a replay buffer does, which is in host memory, beside what is on a device."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Any] = {
+            "rows": torch.zeros(2), "seen": [torch.zeros(1), (torch.zeros(1, device="meta"), 3)], "later": None
+        }  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.held
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state
+
+
+def test_the_tensors_of_an_extra_are_where_it_has_them() -> None:
+    """Not where the model is, which stands for a GPU here."""
+
+    def state() -> TrainState:
+        model = nn.Linear(1, 1, device="meta")
+        generator = torch.Generator()
+        return TrainState(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), length=8, global_batch_size=8, epochs=9,
+            extras={"kept": Kept(), "random": Random(generator)},
+        )  # fmt: skip
+
+    earlier, now = state(), state()
+    loaded = earlier.state_dict()
+    loaded["extras"]["kept"] = {
+        "rows": torch.ones(3), "seen": [torch.ones(1), (torch.ones(1), 4), torch.ones(1)], "later": torch.ones(1)
+    }  # fmt: skip
+    now.extras["kept"].held["new"] = 1  # type: ignore[attr-defined]
+    load(now, loaded, "it")
+    held = now.extras["kept"].state_dict()
+    assert [held[name].device.type for name in ("rows", "later")] == ["cpu", "cpu"]
+    assert [held["seen"][0].device.type, held["seen"][1][0].device.type, held["seen"][2].device.type] == [
+        "cpu", "meta", "cpu"
+    ]  # fmt: skip
+    assert (held["rows"].tolist(), held["seen"][1][1]) == ([1.0] * 3, 4)
+
+
+class Random:
+    """A generator, whose state is on the CPU wherever it draws."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["state"])
+
+
+def renamed(_state: dict[str, Any]) -> None:
+    raise KeyError("shadow")
+
+
+def reshaped(_state: dict[str, Any]) -> None:
+    nn.Linear(2, 2).load_state_dict(nn.Linear(3, 2).state_dict())
+
+
+def changed(_state: dict[str, Any]) -> None:
+    raise AttributeError("no average")
+
+
+@pytest.mark.parametrize(
+    ("loads", "told"),
+    [
+        (renamed, r"KeyError: 'shadow'"),
+        (reshaped, r"RuntimeError: Error\(s\) in loading state_dict for Linear: size mismatch for weight: .*"),
+        (changed, "AttributeError: no average"),
+    ],
+)
+def test_an_extra_that_does_not_take_its_state_is_named(loads: Any, told: str) -> None:
+    """And nobody is told to begin anew for it."""
+    extra = Best(1.0)
+    state = make_state(extras={"average": extra})
+    extra.load_state_dict = loads  # type: ignore[method-assign]
+    what = r"; mend what it loads, or leave it out of extras, which is a warning$"
+    with pytest.raises(SnapshotError, match=r"^it cannot be taken over: extras\['average'\]: " + told + what) as raised:
+        load(state, state.state_dict(), "it")
+    assert "\n" not in str(raised.value)
 
 
 class OwnRate(torch.optim.SGD):
