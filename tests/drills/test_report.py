@@ -16,11 +16,10 @@ from PIL import Image
 
 from elastic_train.cli import main
 from elastic_train.tools.audit.audit import audit_history
-from elastic_train.tools.audit.charts import MAX_POINTS, Axis, nice_step, thinned
 from elastic_train.tools.audit.history import History, read_history
 from elastic_train.tools.audit.lives import Life
 from elastic_train.tools.audit.lost_time import lost_time
-from elastic_train.tools.audit.report import TEMPLATE, _lanes, write_report
+from elastic_train.tools.audit.report import MAX_POINTS, TEMPLATE, Axis, _lanes, nice_step, thinned, write_report
 from tests.drills.planting import restart
 from tests.drills.small_run import MEMBERS, START, edit_json, mark_as_drill, write_small_run
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +20,6 @@ from elastic_train.errors import RunDirectoryError
 from elastic_train.observe.bill import figures_of_bill
 from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.tools.audit.audit import Audit
-from elastic_train.tools.audit.charts import Axis, nice_step, shared_length, short_number, thinned
 from elastic_train.tools.audit.history import History, PastWorld
 from elastic_train.tools.audit.lost_time import Outage, cause_of, lost_time, outages_of, span_of
 from elastic_train.tools.audit.trace_bill import bill_of_run
@@ -26,6 +27,32 @@ from elastic_train.wording import count
 
 FILE = "report.html"
 RATE_BINS = 100
+MAX_POINTS = 1600
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The range of one axis, never empty."""
+
+    low: float
+    high: float
+
+    @staticmethod
+    def over(values: Iterable[float]) -> Axis:
+        found = [value for value in values if math.isfinite(value)]
+        low, high = min(found, default=0.0), max(found, default=1.0)
+        return Axis(low, high if high > low else low + 1.0)
+
+    def percent(self, value: float) -> float:
+        """0 to 100, whatever the value is."""
+        return max(0.0, min(100.0, 100.0 * (value - self.low) / (self.high - self.low)))
+
+    def ticks(self, count: int = 5) -> list[float]:
+        """Some round numbers within the range."""
+        step = nice_step((self.high - self.low) / count)
+        first = math.ceil(self.low / step - 1e-9)
+        return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
 
 Segment = tuple[float, float, str, str]
 """of a lane: start and end in seconds since the first event, CSS class, title"""
@@ -43,6 +70,17 @@ class Mark(NamedTuple):
     title: str
     kind: str
     """CSS class"""
+
+
+def short_number(value: float) -> str:
+    """As a person writes it at an axis."""
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def shared_length(names: Sequence[str]) -> int:
+    """Of what all names begin with (a host, up to its slash): a lane has room for a few characters."""
+    shared = os.path.commonpath(names) if len(names) > 1 else ""
+    return len(shared) + 1 if shared else 0
 
 
 def _seconds(value: float | None) -> str:
@@ -215,3 +253,23 @@ def _recoveries(history: History) -> list[tuple[list[tuple[PastWorld, Mapping[st
             names = list(dict.fromkeys(name for _, phases in worlds for name in phases))
             found.append((worlds, names, max(sum(phases.values()) for _, phases in worlds)))
     return found
+
+
+def nice_step(rough: float) -> float:
+    """The next larger of 1, 2, 5 times a power of ten."""
+    magnitude = 10.0 ** math.floor(math.log10(rough))
+    return next(factor * magnitude for factor in (1.0, 2.0, 5.0, 10.0) if factor * magnitude >= rough * (1 - 1e-9))
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Few enough points to draw; of each bucket the lowest and the highest, so that no spike is lost."""
+    points = [point for point in points if math.isfinite(point[1])]
+    if len(points) <= MAX_POINTS:
+        return points
+    size = math.ceil(len(points) / (MAX_POINTS // 2))
+    kept = []
+    for start in range(0, len(points), size):
+        bucket = points[start : start + size]
+        ends = {bucket.index(min(bucket, key=lambda p: p[1])), bucket.index(max(bucket, key=lambda p: p[1]))}
+        kept += [bucket[index] for index in sorted(ends)]
+    return kept
