@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 from elastic_train.tools.audit.record import PACE_FILE, PACE_VARIABLE, Record
-from elastic_train.tools.drills import network_faults
+from elastic_train.tools.drills import environment_faults
 from elastic_train.tools.drills.backends import C10d
 from elastic_train.tools.drills.cluster import Cluster, Place
+from elastic_train.tools.drills.environment_faults import PacketLoss, SlowLink
 from elastic_train.tools.drills.injection import Fault
 from elastic_train.tools.drills.network import HUB_ADDRESS, NAMESPACES, Network
-from elastic_train.tools.drills.network_faults import PacketLoss, SlowLink
 from elastic_train.tools.drills.nodes import (
     Node,
     TooSlow,
@@ -230,7 +230,7 @@ def test_a_fault_of_a_network_that_meets_with_no_packet_was_not_injected(
 ) -> None:
     if (missing := kind.why_not()) is not None:
         pytest.skip(missing)
-    monkeypatch.setattr(network_faults, "EFFECT_SECONDS", 0.5)
+    monkeypatch.setattr(environment_faults, "EFFECT_SECONDS", 0.5)
     network = Network(2)
     sender = receiver = None
     try:
@@ -242,7 +242,7 @@ def test_a_fault_of_a_network_that_meets_with_no_packet_was_not_injected(
         send = "import socket, sys, time; s = socket.socket(type=socket.SOCK_DGRAM)\nwhile True:"
         send += " s.sendto(bytes(1400), (sys.argv[1], 9)); time.sleep(0.001)"
         python = [sys.executable, "-c", send]
-        monkeypatch.setattr(network_faults, "EFFECT_SECONDS", 20.0)
+        monkeypatch.setattr(environment_faults, "EFFECT_SECONDS", 20.0)
         sender = subprocess.Popen(["ip", "netns", "exec", network._name(0), *python, network.address(1)])
         receiver = subprocess.Popen(["ip", "netns", "exec", network._name(1), *python, network.address(0)])
         assert "the first packet" in fault.inject()

@@ -12,9 +12,9 @@ from elastic_train.errors import UsageError
 from elastic_train.tools.audit.record import fault_records
 from elastic_train.tools.drills.catalogue import FAULTS
 from elastic_train.tools.drills.drill_command import num_steps, settings_of
+from elastic_train.tools.drills.environment_faults import DiskFull
 from elastic_train.tools.drills.jobs import JOBS, SLOW_FROM
 from elastic_train.tools.drills.network import Network, NetworkError
-from elastic_train.tools.drills.resource_faults import DiskFull
 from elastic_train.tools.drills.schedule import (
     DEFAULT_FAULTS,
     Planned,

@@ -1,0 +1,217 @@
+"""The faults of what nodes need: a network of their own (silence, loss, a slow line), room on a disk, etcd."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from elastic_train.tools.drills.backends import Etcd3
+from elastic_train.tools.drills.cluster import NodeState, Place
+from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed, EtcdCluster, EtcdMember
+from elastic_train.tools.drills.injection import RANK_ZERO, Absence, Disturbance, NotInjected, Silence
+from elastic_train.tools.drills.network import Network
+from elastic_train.tools.drills.nodes import wait_until
+
+LOST_SHARE = 0.2
+SLOW_RATE = "2mbit"
+EFFECT_SECONDS = 10.0
+"""within which some packet comes or goes, a heartbeat at least"""
+SNAPSHOT_SECONDS = 90.0
+"""within which a snapshot must be due"""
+
+
+class Partition(Absence):
+    name = "partition"
+    says = "a node's cable is pulled; plugged in again once the others are through, and it comes back"
+    needs_network = True
+
+    def cut(self) -> None:
+        self.network.pull_cable(self.place.index)
+
+    def inject(self) -> str:
+        self.cut()
+        self.place.effect = NodeState.CUT_OFF
+        if self.network.can_reach(self.place.index, seconds=0.3):
+            raise NotInjected("it still reaches the others")
+        return "it does not reach the bridge"
+
+    def undo(self) -> None:
+        self.network.heal(self.place.index)
+        self.place.effect = NodeState.OUT
+
+
+class OneWayDrop(Partition):
+    name = "one-way"
+    says = "what a node sends is dropped, what it hears is not"
+
+    def cut(self) -> None:
+        self.network.drop_outgoing(self.place.index)
+
+
+class PowerLoss(Silence):
+    name = "power-loss"
+    says = "a node's port goes down, then all of its processes: silence, no FIN and no RST"
+    needs_network = True
+
+    def inject(self) -> str:
+        self.network.pull_cable(self.place.index)
+        self.cluster.kill(self.targets)  # it comes back with its cable when it joins
+        return "port down, processes gone"
+
+
+class PacketLoss(Disturbance):
+    name = "packet-loss"
+    says = "a fifth of the packets to a node is lost for three seconds"
+    needs_network = True
+
+    @classmethod
+    def why_not(cls) -> str | None:
+        return Network.why_no(lambda network: network.drop_some(0, LOST_SHARE))
+
+    def inject(self) -> str:
+        self.network.drop_some(self.place.index, LOST_SHARE)
+        seconds = _seconds_until(self.network.num_dropped, self.place, "packet was dropped")
+        return f"{LOST_SHARE:.0%} of what comes in is dropped, the first packet after {seconds:.2f} s"
+
+    def may_take(self) -> list[Place]:
+        """TCP doubles its wait at every loss of the same packet: by chance a node is silent for --peer-timeout."""
+        return self.targets
+
+    def undo(self) -> None:
+        self.network.heal(self.place.index)
+
+
+class SlowLink(PacketLoss):
+    name = "slow-link"
+    says = "a node sends at 2 Mbit/s for three seconds"
+    needs_company = True
+
+    @classmethod
+    def why_not(cls) -> str | None:
+        return Network.why_no(lambda network: network.slow_down(0, SLOW_RATE))
+
+    def inject(self) -> str:
+        self.network.slow_down(self.place.index, SLOW_RATE)
+        seconds = _seconds_until(self.network.num_held_back, self.place, "packet was held back")
+        return f"{SLOW_RATE}, the first packet was held back after {seconds:.2f} s"
+
+
+def _seconds_until(count: Callable[[int], int], place: Place, what: str) -> float:
+    """How long it took to the first packet. Raises: TooSlow where what was done meets with none."""
+    started = time.monotonic()
+    wait_until(lambda: count(place.index) > 0, what, EFFECT_SECONDS)
+    return time.monotonic() - started
+
+
+class DiskFull(Disturbance):
+    name = "disk-full"
+    says = "the disk of the node that writes snapshots is full when one is due; there is room again afterwards"
+    holder = RANK_ZERO
+    needs_network = True  # with which nodes have mounts of their own
+    undo_after = 0.0
+    snapshots = 2  # the one that finds no room, and the next, which does
+
+    @classmethod
+    def why_not(cls) -> str | None:
+        return None if shutil.which("nsenter") else "no nsenter here"
+
+    def limit_seconds(self) -> float:
+        return super().limit_seconds() + SNAPSHOT_SECONDS
+
+    def not_yet(self) -> str | None:
+        is_writing = any((self.cluster.run_dir / "snapshots").glob(".tmp-*"))
+        return super().not_yet() or ("a snapshot is being written" if is_writing else None)
+
+    def inject(self) -> str:
+        snapshots = self.cluster.run_dir / "snapshots"
+        snapshots.mkdir(exist_ok=True)
+        since = time.time()
+        self._in_mounts("mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(snapshots))
+
+        def warning() -> str | None:
+            """What the node has told of a snapshot that found no room."""
+            self.cluster.poll()
+            for member, at, message in self.cluster.watch.warnings:
+                if member in self.members and at >= since and "No space left" in message:
+                    return message
+            if not self.place.is_running:
+                raise NotInjected("its node ended first")
+            return None
+
+        return str(wait_until(warning, "snapshot was due", SNAPSHOT_SECONDS))
+
+    def undo(self) -> None:
+        with suppress(NotInjected):  # its node may be gone; `is_cleared` sees whether there is room
+            self._in_mounts("umount", "--lazy", str(self.cluster.run_dir / "snapshots"))
+
+    def is_cleared(self) -> bool:
+        """Whether a snapshot was written since."""
+        return any(info.step > (self.undone_at_step or 0) for info in self.newest_snapshots()[:1])
+
+    def _in_mounts(self, *command: str) -> None:
+        """Raises: NotInjected with what the command said."""
+        # The pids go with its /proc, which `umount` reads.
+        prefix = ["nsenter", "--mount", "--pid", f"--target={self.workers()[0].pid}"]
+        done = subprocess.run([*prefix, *command], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise NotInjected(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+class KillEtcd(Disturbance):
+    name = "kill-etcd"
+    says = "SIGKILL to a member of the drill's own etcd cluster; started again after three seconds"
+    backend = Etcd3.name
+
+    @property
+    def etcd(self) -> EtcdCluster:
+        assert self.cluster.backend.members is not None, "not_yet() asks"
+        return self.cluster.backend.members
+
+    def not_yet(self) -> str | None:
+        if self.cluster.backend.members is None:
+            return "the etcd cluster is not the drill's own"
+        return super().not_yet()
+
+    def choose(self) -> list[Place]:
+        try:
+            self._member = self.choose_member()
+        except EtcdCallFailed as error:
+            raise NotInjected(str(error)) from error
+        self.detail = f"etcd member {self._member.name}"
+        return []
+
+    def choose_member(self) -> EtcdMember:
+        return self.rng.choice(self.etcd.members)
+
+    def inject(self) -> str:
+        self.silence(self._member)
+        if self.etcd.is_healthy(self._member):
+            raise NotInjected("it still answers")
+        return "it does not answer"
+
+    def silence(self, member: EtcdMember) -> None:
+        member.kill()
+
+    def undo(self) -> None:
+        self._member.start()
+
+    def is_cleared(self) -> bool:
+        return self.etcd.is_healthy(self._member)
+
+
+class FreezeEtcdLeader(KillEtcd):
+    name = "freeze-etcd-leader"
+    says = "SIGSTOP to the leader of the drill's own etcd cluster for three seconds"
+
+    def choose_member(self) -> EtcdMember:
+        return self.etcd.leader()
+
+    def silence(self, member: EtcdMember) -> None:
+        member.signal(signal.SIGSTOP)
+
+    def undo(self) -> None:
+        self._member.signal(signal.SIGCONT)
