@@ -236,7 +236,8 @@ class Config(NodeFlags, JobFlags, PlaceFlags, StepFlags, TaskFlags):
             UsageError: names the flag, its value and what would work.
         """
         for entry in dataclasses.fields(self):
-            check_number(entry, getattr(self, entry.name))
+            if {"least", "is_positive"} & entry.metadata.keys():
+                check_number(flag(entry.name), getattr(self, entry.name), least=entry.metadata.get("least"))
         for scope in (TaskFlags, StepFlags, JobFlags, NodeFlags):
             scope.check(self)
         if self.reduction == "ordered" and self.global_batch_size % self.virtual_ranks:
@@ -275,16 +276,15 @@ def names_of(*scopes: type) -> frozenset[str]:
     return frozenset(entry.name for scope in scopes for entry in dataclasses.fields(scope))
 
 
-def check_number(entry: dataclasses.Field[Any], value: Any) -> None:
-    """Raises: UsageError where a number is out of its field's range."""
-    least = entry.metadata.get("least")
+def check_number(name: str, value: float | None, *, least: float | None = None) -> None:
+    """Raises: UsageError where the value of flag `name` is less, or without `least` not positive, or not finite."""
     if value is None:
         return
+    if least is None and not 0 < value < math.inf:
+        raise UsageError(f"{name} {value}: must be a positive number")
     if least is not None and not least <= value < math.inf:
         wanted = "a finite number" if value == math.inf else f"at least {least}"
-        raise UsageError(f"{flag(entry.name)} {value}: must be {wanted}")
-    if "is_positive" in entry.metadata and not (value > 0 and math.isfinite(value)):
-        raise UsageError(f"{flag(entry.name)} {value}: must be a positive number")
+        raise UsageError(f"{name} {value}: must be {wanted}")
 
 
 def parse(

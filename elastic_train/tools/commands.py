@@ -122,10 +122,10 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
 
 
 def serve_etcd(arguments: argparse.Namespace) -> int:
-    if arguments.members < 1:
-        raise UsageError(f"--members {arguments.members}: must be at least 1")
+    from elastic_train.config import check_number
     from elastic_train.tools.drills.etcd_command import serve_etcd
 
+    check_number("--members", arguments.members, least=1)
     return serve_etcd(arguments)
 
 

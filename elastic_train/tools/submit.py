@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic_train.config import check_task_stands_alone, parse, task_of
+from elastic_train.config import check_number, check_task_stands_alone, parse, task_of
 from elastic_train.errors import ElasticTrainError, UsageError
 from elastic_train.rendezvous.etcd_settings import parse_endpoints, require_known
 
@@ -109,9 +109,8 @@ def _check(job: SlurmJob, is_fixed: bool) -> None:
             require_known(dict(part.partition("=")[::2] for part in (job.etcd_conf or "").split(",") if part))
         except UsageError as error:
             raise UsageError(f"--etcd-conf: {error}") from error
-    for flag, value in {"--allocate": job.allocate, "--workers": job.workers}.items():
-        if value is not None and value < 1:
-            raise UsageError(f"{flag} {value}: must be at least 1")
+    check_number("--allocate", job.allocate, least=1)
+    check_number("--workers", job.workers, least=1)
     for name in ("nodes", "array", "ntasks-per-node"):
         if name in job.options:
             raise UsageError(f"--sbatch {name}: follows from --nodes, --allocate and --array")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from elastic_train.config import Config, parse
+from elastic_train.config import Config, check_number, parse
 from elastic_train.errors import FormationFailed, LeftOut, StoreRefused, StoreUnreachable, UsageError
 from elastic_train.protocol.addresses import parse_endpoints
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
@@ -80,14 +79,10 @@ def refuse_what_cannot_work(arguments: argparse.Namespace) -> None:
             "`-m elastic_train` trains by its flags, not the model of a script: leave the script and its own flags "
             "out, and machines, network, directories and data processes are checked without it"
         )
-    for flag in ("nodes", "workers"):
-        number = getattr(arguments, flag)
-        if number is not None and number < 1:
-            raise UsageError(f"--{flag} {number}: must be at least 1")
-    if not 0 <= arguments.grace < math.inf:
-        raise UsageError(f"--grace {arguments.grace}: must be a number of seconds, 0 or more")
-    if not 0 < arguments.wait < math.inf:
-        raise UsageError(f"--wait {arguments.wait}: must be a positive number")
+    check_number("--nodes", arguments.nodes, least=1)
+    check_number("--workers", arguments.workers, least=1)
+    check_number("--grace", arguments.grace, least=0)
+    check_number("--wait", arguments.wait)
     if arguments.rdzv_backend == "etcd3":
         etcd_settings(arguments, os.environ)
     elif arguments.rdzv_endpoint is not None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from elastic_train.config import Config, parse, value_of
+from elastic_train.config import Config, check_number, parse, value_of
 from elastic_train.errors import UsageError
 from elastic_train.tools.drills.backends import C10d, Etcd3
 from elastic_train.tools.drills.catalogue import FAULTS
@@ -66,7 +66,14 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         arguments.nodes = len(trace.nodes)
     if arguments.nodes is None:
         arguments.nodes = job.num_nodes
-    _check_numbers(arguments)
+    check_number("--nodes", arguments.nodes, least=2)
+    check_number("--workers", arguments.workers, least=1)
+    check_number("--duration", arguments.duration)
+    check_number("--every", arguments.every)
+    every = arguments.every or EVERY_SECONDS
+    if arguments.duration > MOST_FAULTS * every:
+        told = f"is longer than {MOST_FAULTS:,} faults, one every {every:g} s"
+        raise UsageError(f"--duration {arguments.duration:g}: {told}")
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     why_not = _why_no_network(arguments)
     has_network = may_use_namespaces(arguments) and why_not is None
@@ -127,22 +134,6 @@ def _require_first_node(path: Path, trace: AvailabilityTrace) -> None:
                 f"--trace {path}: all nodes are gone before {at:g}, and under c10d {nodes[0]} cannot begin the job "
                 f"anew, only {trace.nodes[0]}, the first: give --backend etcd3"
             )
-
-
-def _check_numbers(arguments: argparse.Namespace) -> None:
-    """Raises: UsageError naming a flag whose number cannot be."""
-    for name, least in (("nodes", 2), ("workers", 1)):
-        if getattr(arguments, name) < least:
-            raise UsageError(f"--{name} {getattr(arguments, name)}: must be at least {least}")
-    for name in ("duration", "every"):
-        value = getattr(arguments, name)
-        if value is not None and not 0 < value < math.inf:
-            raise UsageError(f"--{name} {value}: must be a positive number of seconds")
-    every = arguments.every or EVERY_SECONDS
-    if arguments.duration > MOST_FAULTS * every:
-        raise UsageError(
-            f"--duration {arguments.duration:g}: is longer than {MOST_FAULTS:,} faults, one every {every:g} s"
-        )
 
 
 def _why_no_network(arguments: argparse.Namespace) -> str | None:
