@@ -5,37 +5,34 @@ Other drills wait with a fault until the one before is over; here several may be
 
 from __future__ import annotations
 
+import signal
 import time
 
 from elastic_train.tools.audit.fault_checks import RESTART_LIMIT_SECONDS
 from elastic_train.tools.audit.record import Effect, Record
 from elastic_train.tools.drills.cluster import Cluster, Place
 from elastic_train.tools.drills.conductor import Conductor
-from elastic_train.tools.drills.faults import Join
-from elastic_train.tools.drills.injection import Fault
+from elastic_train.tools.drills.faults import Join, Kill
 from elastic_train.tools.drills.live import Timeline
 from elastic_train.tools.drills.schedule import Settings
 from elastic_train.tools.drills.trace import Act, AvailabilityTrace, Move
 
 
-class Departure(Fault):
+class Departure(Kill):
     """A node goes, at once or after a notice. With the last one goes the state: what came after the newest snapshot is
     done again, but for what a notice gives time to save."""
 
     name = "kill"
-    has_notice = is_last = False
+    is_last = False
 
     def limit_seconds(self) -> float:
         return RESTART_LIMIT_SECONDS if self.is_last else super().limit_seconds()
 
     def inject(self) -> str:
-        if self.has_notice:
-            self.agent().terminate()
-            return "SIGTERM sent"
-        self.cluster.kill(self.targets)
-        if self.is_last:
+        evidence = super().inject()
+        if self.is_last and self.victim is None:
             self.name, self.effects = "kill-all", frozenset({Effect.LOSES_STEPS})
-        return "all of its processes are gone"
+        return evidence
 
     def is_over(self) -> bool:
         """Whether others train without it; of a node that was in no world, whether anybody does."""
@@ -94,7 +91,8 @@ class Replay(Conductor):
         if isinstance(fault, Departure):
             fault.is_last = not [other for other in self._cluster.inside if other.index not in self._noticed]
             if move.act is Act.NOTICE:
-                fault.name, fault.has_notice, fault.effects = "stop", True, frozenset({Effect.ASKS_TO_LEAVE})
+                fault.name, fault.effects = "stop", frozenset({Effect.ASKS_TO_LEAVE})
+                fault.victim, fault.signum = "agent", signal.SIGTERM
         if place.is_running is comes:
             self._skip(fault, "the node runs still" if comes else "its node had ended")
         else:
