@@ -8,12 +8,11 @@ back, cut off from the running job, may have begun another one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_train.world import Address
+from elastic_train.world import Address, from_json
 
 BRANCH = "branch"
 """the fact"""
@@ -39,15 +38,9 @@ class Branch:
     others: tuple[Address, ...] = ()
     """stores of members that it has gone on without"""
 
-    def to_json(self) -> str:
-        return json.dumps([self.id, self.rank, self.others], separators=(",", ":"))
-
     @staticmethod
     def from_json(text: str | None) -> Branch | None:
-        if not text:
-            return None
-        name, rank, others = json.loads(text)
-        return Branch(str(name), int(rank), tuple((str(host), int(port)) for host, port in others))
+        return from_json(Branch, text) if text else None
 
 
 def id_on(branch: Branch | None) -> str:
@@ -95,15 +88,6 @@ class Position:
         jobs' random tokens, so that all judge alike.
         """
         return (self.step, -self.rank, self.job or "") > (other.step, -other.rank, other.job or "")
-
-    def to_json(self) -> str:
-        return json.dumps(vars(self), separators=(",", ":"))
-
-    @staticmethod
-    def from_json(text: str) -> Position:
-        fields: dict[str, Any] = json.loads(text)
-        host, port = fields["store"]
-        return Position(**{**fields, "branches": branches_of(fields["branches"]), "store": (str(host), int(port))})
 
 
 def branches_of(value: Iterable[Any]) -> Branches:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Address = tuple[str, int]
 """(IP or name, port)"""
@@ -65,23 +67,6 @@ class Member:
     def node(self) -> tuple[str, int, str]:
         """What members of one node have in common."""
         return self.host, self.agent_pid, self.node_id
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_fields(), separators=(",", ":"))
-
-    def to_fields(self) -> dict[str, Any]:
-        """What JSON can say; `asdict` would copy it all."""
-        return dict(vars(self))
-
-    @staticmethod
-    def from_json(text: str) -> Member:
-        return Member.from_fields(json.loads(text))
-
-    @staticmethod
-    def from_fields(fields: dict[str, Any]) -> Member:
-        """A member of what `to_fields` and JSON made of one."""
-        pairs = {name: tuple(fields[name]) for name in ("address", "store", "newest") if fields[name] is not None}
-        return Member(**{**fields, **pairs, "unreachable": tuple(fields["unreachable"])})
 
 
 @dataclass(frozen=True)
@@ -193,3 +178,43 @@ def from_runs(text: str) -> tuple[int, ...]:
         first, _, last = run.partition("-")
         found += range(int(first), int(last or first) + 1)
     return tuple(found)
+
+
+Told = TypeVar("Told")
+
+
+def to_json(told: Any) -> str:
+    """What is told of a dataclass, by the names of its fields, or of a container of some."""
+    return json.dumps(told, default=_plain, separators=(",", ":"))
+
+
+def _plain(told: Any) -> Any:
+    return sorted(told) if isinstance(told, frozenset) else vars(told)  # `asdict` would copy it all
+
+
+def from_json(kind: type[Told], text: str) -> Told:
+    """A dataclass of what `to_json` made of one. Raises: as `value_of`; ValueError."""
+    told: Told = value_of(kind, json.loads(text))
+    return told
+
+
+def value_of(kind: Any, value: Any) -> Any:
+    """What JSON has made of a value of that type, a dataclass perhaps, as one again; fields that it does not know are
+    passed over. Raises: KeyError, TypeError, ValueError or OverflowError where it is none."""
+    return _reading(kind)(value)
+
+
+@cache
+def _reading(kind: Any) -> Callable[[Any], Any]:
+    if is_dataclass(kind):
+        fields = {name: _reading(hint) for name, hint in get_type_hints(kind).items()}
+        return lambda value: kind(**{name: read(value[name]) for name, read in fields.items()})  # type: ignore[operator]
+    origin, kinds = get_origin(kind), get_args(kind)
+    reads = [_reading(one) for one in kinds if one not in (NoneType, Ellipsis)]
+    if origin is tuple and kinds[-1] is Ellipsis:
+        return lambda value: tuple(map(reads[0], value))
+    if origin is tuple:
+        return lambda value: tuple(read(one) for read, one in zip(reads, value, strict=True))
+    if NoneType in kinds:
+        return lambda value: None if value is None else reads[0](value)
+    return dict if origin is Mapping else origin or kind

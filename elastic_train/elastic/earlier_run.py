@@ -30,7 +30,6 @@ from elastic_train.errors import FormationFailed, ObjectStoreError, SnapshotsInU
 from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.rendezvous.launch import max_nodes_of
 from elastic_train.runlog.goodput import process_identity, seconds_since_process_start
-from elastic_train.runlog.reader import value_of
 from elastic_train.storage.bucket_owner import BucketRecord
 from elastic_train.storage.past_snapshots import NOTHING_SEEN, PastSnapshots, read_past_snapshots
 from elastic_train.storage.run_record import RUN_FILE, RunRecord, parted, read_record
@@ -39,7 +38,7 @@ from elastic_train.training import determinism
 from elastic_train.training.collectives import barrier, gather_json
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count
-from elastic_train.world import Member, World
+from elastic_train.world import Member, World, to_json, value_of
 
 ALL_GONE = "all workers that had the state are gone"
 
@@ -226,7 +225,7 @@ class EarlierRun:
             check=check,
         )
         if state.branches:
-            self._membership.agreed_once(BRANCH, Branch(id_of(state.branches)).to_json())
+            self._membership.agreed_once(BRANCH, to_json(Branch(id_of(state.branches))))
         # An attempt that a death broke off may have named the run already; that name holds.
         state.run_uid = self._membership.agreed_once("run_uid", state.run_uid)
         self._membership.agreed_once("agreement", json.dumps(worker.agreement()))

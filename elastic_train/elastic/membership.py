@@ -33,7 +33,7 @@ from elastic_train.protocol.other_sides import SUPERSEDED, OtherSides
 from elastic_train.rules import require_agreement
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.version import VERSION
-from elastic_train.world import Member, World
+from elastic_train.world import Member, World, from_json
 
 FIND_ATTEMPTS = 5
 AT_LAST_SECONDS = 120.0
@@ -120,7 +120,7 @@ class OwnSide:
         text = None if self._other_sides is None else self._other_sides.own.get(SUPERSEDED)
         if text is None:
             return
-        winner = Position.from_json(text)
+        winner = from_json(Position, text)
         if winner.run == self._facts.get("run_uid") and winner.id != id_on(self.branch):
             raise Superseded(winner)
         mine = self._position()
@@ -261,7 +261,7 @@ class Membership:
             if reference is not None:
                 require_agreement(me.agreement, json.loads(reference), "the run")
             if self.side.may_branch and (said := self.job.host_says(POSITION)) is not None:
-                require(Position.from_json(said))
+                require(from_json(Position, said))
             self.joins.consider_invitation()
 
         place = self.arrival.wait_in_queue(Waiting(me, self._local_world_size, self._order), look)

@@ -27,7 +27,6 @@ from elastic_train.errors import (
     TaskMismatch,
 )
 from elastic_train.rules import disagreement, freshest
-from elastic_train.runlog.reader import value_of
 from elastic_train.storage.past_snapshots import PastSnapshots, require_none_written
 from elastic_train.storage.run_record import (
     Choice,
@@ -42,7 +41,7 @@ from elastic_train.storage.snapshot import SnapshotInfo, load_state
 from elastic_train.training.collectives import gather_json
 from elastic_train.training.state import TrainState
 from elastic_train.training.state_hash import frozen_of, hash_of, settings_hash
-from elastic_train.world import World
+from elastic_train.world import World, value_of
 
 Warn = Callable[[str], None]
 

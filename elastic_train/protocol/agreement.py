@@ -29,7 +29,7 @@ from typing import Any
 from elastic_train.errors import FormationFailed
 from elastic_train.protocol.job import Denied, Job, KnownMembers
 from elastic_train.rules import next_generation, next_members
-from elastic_train.world import Member, Reach, World, from_runs, to_runs
+from elastic_train.world import Member, Reach, World, from_json, from_runs, to_json, to_runs, value_of
 
 NUM_AWAITED = 3
 """of the lower ranks that may propose, those that a member watches: the first of them may be silent"""
@@ -57,14 +57,6 @@ class Presence:
     dead: tuple[str, ...] = ()
     """uids of old members that it has proven dead in time"""
 
-    def to_json(self) -> str:
-        return json.dumps([self.max_generation, self.unreachable, self.dead])
-
-    @staticmethod
-    def from_json(text: str) -> Presence:
-        max_generation, unreachable, dead = json.loads(text)
-        return Presence(max_generation, tuple(unreachable), tuple(dead))
-
 
 @dataclass(frozen=True)
 class Decision:
@@ -91,11 +83,10 @@ class Decision:
         object.__setattr__(self, "new", tuple(replace(one, agreement={}) for one in self.new))
 
     def to_json(self) -> str:
-        return json.dumps(self.to_fields(), separators=(",", ":"))
+        return to_json(self.to_fields())
 
     def to_fields(self) -> dict[str, Any]:
-        runs = {name: to_runs(getattr(self, name)) for name in ("ranks", "lost", "left")}
-        return vars(self) | runs | {"new": [member.to_fields() for member in self.new]}
+        return vars(self) | {name: to_runs(getattr(self, name)) for name in ("ranks", "lost", "left")}
 
     @staticmethod
     def from_json(text: str) -> Decision:
@@ -104,9 +95,8 @@ class Decision:
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> Decision:
         runs = {name: from_runs(fields[name]) for name in ("ranks", "lost", "left")}
-        new = tuple(Member.from_fields(one) for one in fields["new"])
-        dead, facts = tuple(fields["dead"]), dict(fields["facts"])
-        return Decision(fields["generation"], fields["uid"], **runs, new=new, dead=dead, facts=facts)
+        decision: Decision = value_of(Decision, {**fields, **runs})
+        return decision
 
     def members_after(self, world: World | None) -> tuple[Member, ...]:
         """The members that it makes of those of `world`, by rank; agreement texts are kept by nobody."""
@@ -252,7 +242,7 @@ class Agreement:
         mine = replace(self._mine, dead=dead, unreachable=unreachable)
         if not self._is_told or mine != self._mine:
             self._mine = self._present[world.rank] = mine
-            job.say_present(world, mine.to_json())
+            job.say_present(world, to_json(mine))
             self._is_told = True
         asked = (
             [rank for rank in found if found[rank] is Liveness.ALIVE and self._is_heard(rank)]
@@ -285,7 +275,7 @@ class Agreement:
 
     def _note_present(self, ranks: Sequence[int]) -> None:
         for rank, text in self._job.present(self._world, ranks).items():
-            self._present[rank] = Presence.from_json(text)
+            self._present[rank] = from_json(Presence, text)
 
     def _gone(self, found: Mapping[int, Liveness], side: Collection[int]) -> set[str]:
         """uids of those that are proven dead, or have left, by what the members of this side say."""

@@ -17,6 +17,7 @@ from itertools import chain, islice
 from typing import Protocol
 
 from elastic_train.protocol.laws import Voters
+from elastic_train.world import from_json, to_json
 
 
 class ArbiterSilent(Exception):
@@ -176,14 +177,6 @@ class Claim:
     settled: str
     """uid of the last world that its writer knows to be settled"""
 
-    def to_json(self) -> str:
-        return json.dumps([self.parent, self.decision, self.settled], separators=(",", ":"))
-
-    @staticmethod
-    def from_json(text: str) -> Claim:
-        parent, decision, settled = json.loads(text)
-        return Claim(str(parent), str(decision), str(settled))
-
 
 class Arbitration:
     """What one member knows of the place that it shares with the others of its worlds.
@@ -253,8 +246,8 @@ class Arbitration:
         """As Arbiter.claim. Raises: ArbiterSilent."""
         if self._arbiter is None or not self._has_seen:
             raise ArbiterSilent("this member has not seen it")
-        text = self._arbiter.claim(job, generation, None if claim is None else claim.to_json())
-        return None if text is None else Claim.from_json(text)
+        text = self._arbiter.claim(job, generation, None if claim is None else to_json(claim))
+        return None if text is None else from_json(Claim, text)
 
     def has_given_way(self, world: str) -> bool:
         """Whether a side that has not the votes has given those that may have them the time to claim."""

@@ -24,7 +24,7 @@ from elastic_train.protocol.join_queue import Finder
 from elastic_train.protocol.known_worlds import FORGOTTEN, KnownWorlds, tell_released
 from elastic_train.protocol.laws import Voters, may_go_on, missing_votes
 from elastic_train.protocol.store import Clients, KeyValueStore
-from elastic_train.world import World, from_runs, to_runs
+from elastic_train.world import World, from_json, from_runs, to_json, to_runs
 
 Ballot = tuple[int, int]
 """(attempt, rank)"""
@@ -55,16 +55,6 @@ class Register:
     """of what it has accepted"""
     decision: str | None = None
     vote: Vote = Vote.BALLOT
-
-    def to_json(self) -> str:
-        return json.dumps([self.promised, self.ballot, self.decision, self.vote], separators=(",", ":"))
-
-    @staticmethod
-    def from_json(text: str | None) -> Register:
-        if not text:
-            return Register()
-        promised, ballot, decision, vote = json.loads(text)
-        return Register(tuple(promised), None if ballot is None else tuple(ballot), decision, Vote(vote))
 
 
 def promise(register: Register, ballot: Ballot) -> Register:
@@ -115,9 +105,9 @@ def change(store: KeyValueStore, world: World, rule: Callable[[Register], Regist
     key = f"{world.key}/register"
     while True:
         text = store.get(key) or ""
-        before = Register.from_json(text)
+        before = from_json(Register, text) if text else Register()
         after = rule(before)
-        if after == before or store.swap(key, text, after.to_json()):
+        if after == before or store.swap(key, text, to_json(after)):
             return after
 
 
@@ -385,15 +375,15 @@ class Elsewhere:
         own = store.get(POSITION)
         if own is None or position is None:
             return False
-        mine = Position.from_json(own)
-        return not is_on(mine.branches, mine.step, Position.from_json(position).branches)
+        mine = from_json(Position, own)
+        return not is_on(mine.branches, mine.step, from_json(Position, position).branches)
 
     def _loses_nothing(self, store: KeyValueStore, position: str | None = None) -> bool:
         """Whether this member waits on one branch for a state, and finds another that has one: generations of the two
         say nothing about each other."""
         if position is None or store.get(POSITION) is not None:
             return False
-        return Position.from_json(position).id != id_on(Branch.from_json(self._facts.get(BRANCH)))
+        return from_json(Position, position).id != id_on(Branch.from_json(self._facts.get(BRANCH)))
 
 
 def uids(world: World, ranks: Collection[int]) -> frozenset[str]:

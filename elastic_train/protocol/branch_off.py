@@ -11,6 +11,7 @@ from elastic_train.protocol.arbiter import Arbitration, silent_members
 from elastic_train.protocol.ballots import Ballots, Round, uids
 from elastic_train.protocol.job import Denied
 from elastic_train.protocol.known_worlds import KnownWorlds
+from elastic_train.world import to_json
 
 
 class BranchOff:
@@ -75,5 +76,5 @@ class BranchOff:
         before = Branch.from_json(decision.facts.get(BRANCH))
         others += () if before is None else before.others
         branch = Branch(decision.uid, min(decision.ranks), tuple(others[:MOST_OTHERS]))
-        facts = {**decision.facts, BRANCH: branch.to_json()}
+        facts = {**decision.facts, BRANCH: to_json(branch)}
         return replace(decision, new=(), dead=(*decision.dead, *silent), facts=facts)

@@ -20,7 +20,7 @@ from typing import Protocol
 from elastic_train.errors import FormationFailed, StoreUnreachable
 from elastic_train.protocol.store import Clients, KeyValueStore
 from elastic_train.rules import disagreement
-from elastic_train.world import Address, Member, World
+from elastic_train.world import Address, Member, World, from_json, to_json
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,13 @@ class Waiting:
     """its rank, where a launcher has given one"""
 
     def to_json(self) -> str:
-        return json.dumps([self.member.to_fields(), self.local_world_size, self.order], separators=(",", ":"))
+        return to_json(self)
 
     @staticmethod
     def from_json(text: str) -> Waiting | None:
         """None where another version of this package has written it."""
         try:
-            member, local_world_size, order = json.loads(text)
-            return Waiting(Member.from_fields(member), int(local_world_size), int(order))
+            return from_json(Waiting, text)
         except (ValueError, KeyError, TypeError):
             return None
 

@@ -18,7 +18,7 @@ from elastic_train.protocol.join_queue import Waiting, admitted_key
 from elastic_train.protocol.laws import Voters
 from elastic_train.protocol.store import Clients, KeyValueStore, OwnStore, append, entries, scoped
 from elastic_train.rules import agreeing, next_generation
-from elastic_train.world import Member, World
+from elastic_train.world import Member, World, to_json, value_of
 
 CARRIED_FACTS = ("job_token", "run_uid", "agreement")
 KEPT_DECISIONS = 16
@@ -197,11 +197,11 @@ class Newcomers:
         self.message = text
         told = json.loads(text)
         decision = Decision.from_fields(told["decision"])
-        old = tuple(Member.from_fields(one) for one in told["old"])
+        old = value_of(tuple[Member, ...], told["old"])
         parent = World(0, decision.generation - 1, old) if old else None
         world = decision.world_for(uid, parent, self._max_world_size)
         assert world is not None, "only those in it are told"
-        self._known.voters = tuple(Voters.from_fields(one) for one in told["worlds"])
+        self._known.voters = value_of(tuple[Voters, ...], told["worlds"])
         self._arbitration.take_over(told.get("shared", {}))
         self._known.has_state = told.get("settled", False)
         return Admitted(world, decision.facts, came_later=bool(old))
@@ -226,12 +226,12 @@ class Newcomers:
         after = Voters.of(decision.uid, decision.members_after(world)[: self._max_world_size])  # a spare has no state
         told = {
             "decision": replace(decision, ranks=tuple(range(len(old)))).to_fields(),
-            "old": [one.to_fields() for one in old],
-            "worlds": [one.without(decision.dead).to_fields() for one in self._known.voters] + [after.to_fields()],
+            "old": old,
+            "worlds": [*(one.without(decision.dead) for one in self._known.voters), after],
             "shared": self._arbitration.known(self._known.voters),
             "settled": self._known.has_state,
         }
-        return json.dumps(told)
+        return to_json(told)
 
     def notify(self, clients: Clients, newcomers: Sequence[Member], message: str) -> None:
         """Each for which a store can be reached; the first message counts."""

@@ -58,14 +58,6 @@ class Voters:
         """Those that vote: living voters, or all living members where there is none."""
         return self.living or tuple(member for member in self.members if member not in self.dead)
 
-    def to_fields(self) -> list[Any]:
-        return [self.world, self.nodes, sorted(self.dead), self.members]
-
-    @staticmethod
-    def from_fields(value: Any) -> Voters:
-        world, nodes, dead, members = value
-        return Voters(str(world), tuple(nodes), frozenset(dead), tuple(members))
-
 
 def may_go_on(worlds: Sequence[Voters], side: Collection[str]) -> bool:
     """Whether the voters in `side` may decide what follows the last of `worlds`, those since the last settled one.

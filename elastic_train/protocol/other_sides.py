@@ -19,7 +19,7 @@ from elastic_train.branches import POSITION, Branch, Position
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.join_queue import Finder, address_of
 from elastic_train.protocol.store import Clients, KeyValueStore
-from elastic_train.world import Address, World
+from elastic_train.world import Address, World, from_json, to_json
 
 SUPERSEDED = "superseded"
 """key in a member's own store: the position of the side for which it stops"""
@@ -74,7 +74,7 @@ class OtherSides:
         """
         mine = position()
         if mine is not None:
-            self.own.put(POSITION, mine.to_json())
+            self.own.put(POSITION, to_json(mine))
         if self._is_busy or self.has_notified(world):
             return
         winner = self.own.get(SUPERSEDED)
@@ -117,7 +117,7 @@ class OtherSides:
                 mine = position()
                 if text is None or mine is None or run_id != self._run_id:
                     continue
-                theirs = Position.from_json(text)
+                theirs = from_json(Position, text)
                 if theirs.run != mine.run or theirs.id >= mine.id:  # it judges
                     continue
                 if not self._outdoes(mine, theirs, self._clients.at(place)):
@@ -137,7 +137,7 @@ class OtherSides:
                 mine = position()
                 if text is None or mine is None or run_id != self._run_id or winner is not None:
                     continue
-                theirs = Position.from_json(text)
+                theirs = from_json(Position, text)
                 if theirs.job == mine.job or not (theirs.stands and mine.stands):
                     continue
                 if self.may_branch and theirs.is_beside(mine):
@@ -151,7 +151,7 @@ class OtherSides:
     def _outdoes(self, mine: Position, theirs: Position, store: KeyValueStore) -> bool:
         """Whether the other side stops, and not this one; `store` is of a member of it. Who stops is told."""
         if theirs.goes_before(mine):
-            self.own.create(SUPERSEDED, theirs.to_json())
+            self.own.create(SUPERSEDED, to_json(theirs))
             return False
-        store.create(SUPERSEDED, mine.to_json())
+        store.create(SUPERSEDED, to_json(mine))
         return True

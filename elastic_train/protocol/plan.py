@@ -27,7 +27,7 @@ from elastic_train.errors import FormationFailed, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.store import Notes
-from elastic_train.world import Member, Reach, World
+from elastic_train.world import Member, Reach, World, to_json, value_of
 
 HERE_SECONDS = 2.0
 """that rank 0 waits for an answer of the newcomers"""
@@ -52,13 +52,12 @@ class Plan:
     decision: Decision
 
     def to_json(self) -> str:
-        old = [member.to_fields() for member in self.old]
-        return json.dumps({"parent": self.parent, "old": old, "decision": self.decision.to_fields()})
+        return to_json({**vars(self), "decision": self.decision.to_fields()})
 
     @staticmethod
     def from_json(text: str) -> Plan:
         told: dict[str, Any] = json.loads(text)
-        old = tuple(Member.from_fields(one) for one in told["old"])
+        old = value_of(tuple[Member, ...], told["old"])
         return Plan(str(told["parent"]), old, Decision.from_fields(told["decision"]))
 
     def world_for(self, uid: str, max_world_size: int | None) -> World | None:

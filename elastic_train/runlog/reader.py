@@ -6,7 +6,6 @@ or its writer is not done with it; events.py says when.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -14,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 Line = dict[str, Any]
 TAIL_BYTES = 64 * 1024
@@ -28,21 +27,6 @@ def parse(raw: bytes) -> Line | None:
     except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) else None
-
-
-def value_of(kind: Any, value: Any) -> Any:
-    """What JSON has made of a value of that type, a dataclass perhaps (by `asdict`), as one again. Raises: KeyError,
-    TypeError, ValueError or OverflowError where it is none."""
-    if dataclasses.is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return kind(**{name: value_of(hint, value[name]) for name, hint in hints.items()})  # type: ignore[operator]
-    kinds = get_args(kind)
-    if get_origin(kind) is tuple:
-        kinds = kinds[:1] * len(value) if kinds[-1] is Ellipsis else kinds
-        return tuple(value_of(*one) for one in zip(kinds, value, strict=True))
-    if kinds:  # or None
-        return None if value is None else value_of(kinds[0], value)
-    return kind(value)
 
 
 def read_all(path: Path) -> list[Line]:

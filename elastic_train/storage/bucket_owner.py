@@ -20,10 +20,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from elastic_train.errors import NewerGeneration, ObjectStoreError, OwnershipLost, SnapshotsInUse, StoreFault
-from elastic_train.runlog.reader import parse, value_of
+from elastic_train.runlog.reader import parse
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.ownership import OWNER_RECORD, stops
 from elastic_train.storage.store_arms import Stored
+from elastic_train.world import value_of
 
 RENEWAL_SECONDS = 10.0
 RENEWALS_MISSED = 3

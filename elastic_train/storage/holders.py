@@ -7,8 +7,9 @@ import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from elastic_train.runlog.reader import parse, value_of
+from elastic_train.runlog.reader import parse
 from elastic_train.system import process_stat
+from elastic_train.world import value_of
 
 
 @dataclass(frozen=True)

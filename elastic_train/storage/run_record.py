@@ -14,8 +14,9 @@ from typing import TypeVar
 
 from elastic_train.branches import Branches, describe, is_on
 from elastic_train.errors import BranchesMixed, RunsMixed
-from elastic_train.runlog.reader import read_json, value_of
+from elastic_train.runlog.reader import read_json
 from elastic_train.storage.snapshot import STATE_FILE, SnapshotInfo
+from elastic_train.world import value_of
 
 RUN_FILE = "run.json"
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_train.runlog.reader import value_of
+from elastic_train.world import value_of
 
 Rated = tuple[int, float]
 """committed steps, and how good the model was there"""

@@ -24,7 +24,7 @@ from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.plan import Plan, Preparation, mark
 from elastic_train.rendezvous.etcd_members import EtcdJob
 from elastic_train.rules import ITEMS
-from elastic_train.world import Member, World
+from elastic_train.world import Member, World, to_json
 from tests.contract.forms import FORMS, MIN_NODES, PATIENCE, PEER_TIMEOUT, Form, PeersInMemory, eventually, member
 
 
@@ -188,7 +188,7 @@ def test_whoever_was_suspended_waits_for_those_who_could_not_reach_it(form: Form
     jobs, worlds = begin(form)
     form.kill(worlds[0].me.pid)
     dead = {0: Liveness.DEAD}
-    jobs[2].say_present(worlds[2], Presence(worlds[2].generation, unreachable=(1,)).to_json())
+    jobs[2].say_present(worlds[2], to_json(Presence(worlds[2].generation, unreachable=(1,))))
     thawed = agreement(form, jobs[1], worlds[1], dead, is_early=lambda: True)
 
     def look() -> bool:
@@ -198,7 +198,7 @@ def test_whoever_was_suspended_waits_for_those_who_could_not_reach_it(form: Form
 
     assert eventually(form, look)
     assert look(), "as long as that may be of before"
-    jobs[2].say_present(worlds[2], Presence(worlds[2].generation).to_json())
+    jobs[2].say_present(worlds[2], to_json(Presence(worlds[2].generation)))
     assert agree(form, jobs, worlds, [1, 2], dead).ranks == (1, 2)
 
 

@@ -23,7 +23,7 @@ from elastic_train.protocol.ballots import Ballots, Elsewhere, Register, Round
 from elastic_train.protocol.known_worlds import KnownWorlds
 from elastic_train.protocol.laws import Voters
 from elastic_train.protocol.store import Clients
-from elastic_train.world import Member, World
+from elastic_train.world import Member, World, from_json, to_json
 
 PARENT, GENERATION = "w", 5
 FAILED = object()
@@ -176,8 +176,8 @@ class Looks:
 
     def _needed(self, point: Point, swap: tuple[Any, ...]) -> str | None:
         """Of what was read in a register, what the look uses: it goes on by what it writes."""
-        written = Register.from_json(swap[4])
-        for less in (None, Register(ballot=written.ballot, decision=written.decision).to_json()):
+        written = from_json(Register, swap[4])
+        for less in (None, to_json(Register(ballot=written.ballot, decision=written.decision))):
             same = self._run(self._answered(point, less))
             if not isinstance(same, Point) and same[0] == "swap" and (same[1:3], same[4]) == (swap[1:3], swap[4]):
                 return less

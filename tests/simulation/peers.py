@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_train.protocol.agreement import Decision, Liveness
 from elastic_train.protocol.laws import Voters, may_go_on
 from elastic_train.protocol.peers import PeerJob
+from elastic_train.world import to_json
 from tests.simulation.process import SimStore
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ class PeersForm:
         )
 
     def begin(self, founders: Sequence[Worker], decision: Decision) -> None:
-        worlds = [Voters.of(decision.uid, decision.new[: self._simulation.plan.max_world_size]).to_fields()]
-        told = json.dumps({"decision": decision.to_fields(), "old": [], "worlds": worlds})
+        worlds = [Voters.of(decision.uid, decision.new[: self._simulation.plan.max_world_size])]
+        told = to_json({"decision": decision.to_fields(), "old": [], "worlds": worlds})
         for worker in founders:
             worker.process.memory.put("admitted", told)
 

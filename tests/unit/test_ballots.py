@@ -15,7 +15,7 @@ from elastic_train.protocol.job import Denied
 from elastic_train.protocol.known_worlds import KnownWorlds
 from elastic_train.protocol.laws import Voters
 from elastic_train.protocol.store import Clients, MemoryStore
-from elastic_train.world import World
+from elastic_train.world import World, to_json
 from tests.unit.test_world import member
 
 MEMBERS = tuple(replace(member(rank, 0), uid=f"m{rank}", store=("10.0.0.1", rank)) for rank in range(3))
@@ -123,7 +123,7 @@ def test_two_that_cannot_hear_each_other_are_about_to_claim() -> None:
 def test_a_branch_claims_by_a_name_of_its_own() -> None:
     """Both sides of a split count on from the same generation, and what one claims is not for the other."""
     main, branch, _ = proposers((0, 1, 2), (0, 1, 2), (0, 1, 2))
-    branch.facts[BRANCH] = Branch("b1").to_json()
+    branch.facts[BRANCH] = to_json(Branch("b1"))
     main.decide()
     branch.decide()
     assert (main.place.jobs, branch.place.jobs) == ({"job"}, {"job.b1"})

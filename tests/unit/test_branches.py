@@ -16,7 +16,7 @@ from elastic_train.protocol.store import MemoryStore
 from elastic_train.storage.run_record import Offer, newest_offer, require_one_line
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, set_aside
 from elastic_train.storage.snapshot_writer import SnapshotWriter
-from elastic_train.world import World
+from elastic_train.world import World, from_json, to_json
 from tests.unit.test_world import member
 
 LINE: Branches = ()
@@ -88,7 +88,7 @@ def test_the_one_with_fewer_steps_stops_and_of_equals_the_branch() -> None:
 
 
 def test_a_position_is_read_as_it_was_written() -> None:
-    assert Position.from_json(position(SECOND, 7, 3).to_json()) == position(SECOND, 7, 3)
+    assert from_json(Position, to_json(position(SECOND, 7, 3))) == position(SECOND, 7, 3)
 
 
 # --- when they meet ---------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Sides:
         members = tuple(replace(member(port, port), uid=f"uid{port}", store=("10.0.0.1", port)) for port in (1, 2))
         self.world = World(0, 3, members)
         self.steps = steps
-        self.stores["10.0.0.1", 9].put("position", position(LINE, theirs, port=9).to_json())
+        self.stores["10.0.0.1", 9].put("position", to_json(position(LINE, theirs, port=9)))
         self.other_sides = OtherSides(
             self.stores["10.0.0.1", 1], self.reach, Finder(), uid="uid1", run_id="job",  # type: ignore[arg-type]
             may_branch=True, in_background=lambda task: task(),
@@ -128,7 +128,7 @@ class Sides:
         for _ in range(2):  # it judges, and tells
             self.other_sides.tend(self.world, lambda: position(FIRST, self.steps, 1), branch, ())
         told = {port: store.get(SUPERSEDED) for (_, port), store in self.stores.items()}
-        return {port: None if text is None else Position.from_json(text).host for port, text in told.items()}
+        return {port: None if text is None else from_json(Position, text).host for port, text in told.items()}
 
 
 def test_the_side_with_fewer_steps_is_told_to_stop() -> None:
@@ -197,7 +197,7 @@ class Jobs:
                 others = [("10.0.0.1", 5 - port)]
                 self.sides[job].tend(World(0, 3, members), lambda job=job: self.position(job), None, others)  # type: ignore[misc]
         told = {port: store.get(SUPERSEDED) for (_, port), store in self.stores.items()}
-        return {port: None if text is None else Position.from_json(text).host for port, text in told.items()}
+        return {port: None if text is None else from_json(Position, text).host for port, text in told.items()}
 
 
 def test_of_two_jobs_the_one_with_fewer_steps_stops() -> None:
@@ -217,7 +217,7 @@ def test_a_job_that_waits_for_the_silent_ends_none_that_trains() -> None:
 def test_a_job_that_stops_already_is_not_judged_again() -> None:
     """By a new rank 0, say, whose own job has fallen back by then."""
     jobs = Jobs(a=100, b=99)
-    jobs.stores["10.0.0.1", 1].put(SUPERSEDED, jobs.position("b").to_json())
+    jobs.stores["10.0.0.1", 1].put(SUPERSEDED, to_json(jobs.position("b")))
     assert jobs.meet()[2] is None
 
 

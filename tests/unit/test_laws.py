@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import chain, combinations
 
 import pytest
 
 from elastic_train.protocol.laws import IN_TIME, Voters, is_dead_in_time, may_go_on, missing_votes
-from elastic_train.world import Member
+from elastic_train.world import Member, from_json, to_json
 
 A, B, C, D, E = "abcde"
 SIZES = range(1, 6)
@@ -202,7 +201,7 @@ def test_two_agents_on_one_host_are_two_nodes() -> None:
 @pytest.mark.parametrize("dead", [frozenset(), frozenset("b"), frozenset("abc")])
 def test_what_is_written_is_read(dead: frozenset[str]) -> None:
     voters = world(3, dead)
-    assert Voters.from_fields(json.loads(json.dumps(voters.to_fields()))) == voters
+    assert from_json(Voters, to_json(voters)) == voters
 
 
 # --- deaths -----------------------------------------------------------------------------------------------------------

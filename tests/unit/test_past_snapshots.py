@@ -15,11 +15,10 @@ import torch.distributed as dist
 
 from elastic_train.elastic.restore import restore
 from elastic_train.errors import SnapshotError
-from elastic_train.runlog.reader import value_of
 from elastic_train.storage.past_snapshots import PastSnapshots, Reached, read_past_snapshots, require_none_written
 from elastic_train.storage.run_record import RunRecord
 from elastic_train.training.state import TrainState
-from elastic_train.world import World
+from elastic_train.world import World, value_of
 from tests.unit.test_world import member
 
 NOTHING = PastSnapshots(None, None, "")

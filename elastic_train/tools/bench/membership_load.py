@@ -13,7 +13,6 @@ sizes. The last rows are these lines at 10,000 members.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sys
@@ -31,7 +30,7 @@ from elastic_train.protocol.store import NUM_PROPOSERS
 from elastic_train.tools.bench import table
 from elastic_train.tools.bench.members import PEER_TIMEOUT, Crew, Sent, interval_for
 from elastic_train.tools.bench.table import BenchRow
-from elastic_train.world import Address, Member
+from elastic_train.world import Address, Member, to_json
 
 QUICK = (2, 8, 32)
 THOROUGH = (2, 8, 32, 128, 512)
@@ -120,8 +119,8 @@ class Crews:
     def form(self) -> None:
         """A first world that everybody is told."""
         decision = Decision(0, "bench-0", (), tuple(self._members))
-        worlds = [Voters.of(decision.uid, decision.new).to_fields()]
-        text = json.dumps({"decision": decision.to_fields(), "old": [], "worlds": worlds})
+        worlds = [Voters.of(decision.uid, decision.new)]
+        text = to_json({"decision": decision.to_fields(), "old": [], "worlds": worlds})
         for crew in self.crews:
             crew.pipe.send(text)
         self._wait_for_world()
