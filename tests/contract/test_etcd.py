@@ -9,26 +9,28 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
+from elastic_train.elastic.barriers import Barriers, Surroundings, Waits
+from elastic_train.errors import LeftOut, Stopped, StoreRefused, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.rendezvous import etcd_job, etcd_members
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_connections import Connections, import_etcd3
 from elastic_train.rendezvous.etcd_errors import LeaseLost
 from elastic_train.rendezvous.etcd_job import REFUSED_SECONDS, JobEntry, delete_job, open_job
-from elastic_train.rendezvous.etcd_members import EtcdJob
+from elastic_train.rendezvous.etcd_members import CLOSE_SECONDS, EtcdJob
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Guard, Mirror
 from elastic_train.tools.drills.nodes import free_port, is_listening, wait_until
-from elastic_train.world import Member
+from elastic_train.world import Member, World
 from tests.certificates import make_tls
 from tests.etcd_cluster import OwnEtcd, etcd_running, frozen
 from tests.processes import freeze
@@ -406,6 +408,35 @@ def test_a_dead_job_that_another_start_takes_away_is_not_taken_for_a_living_one(
     delete_job(etcd, job)
 
 
+def make_job(cluster: OwnEtcd, run_id: str, check: Callable[[], None]) -> EtcdJob:
+    return EtcdJob(
+        cluster.settings(), run_id, uid="me", peer_timeout=1.0, max_world_size=None, check=check, log=print,
+        refused=lambda _members: [], draw_uid=lambda: "world",
+    )  # fmt: skip
+
+
+def test_who_is_through_waits_neither_for_an_etcd_that_is_away_nor_ends_by_a_stop(tmp_path: Path) -> None:
+    told = threading.Event()
+
+    def check() -> None:
+        if told.is_set():
+            raise Stopped(15)
+
+    world = World(0, 0, (Member("node", 0, 1, 0, ("127.0.0.1", free_port()), "dir", "gloo", None),), uid="world")
+    with etcd_running(tmp_path) as cluster:
+        job = make_job(cluster, "away", check)
+        cluster.members[0].kill()
+        barriers = Barriers(job, MagicMock(), Waits(300.0, 1.0, 600.0), Surroundings(), check)
+        began = time.monotonic()
+        barriers.end_together(world)
+        told.set()
+        barriers.end_together(world)
+        assert time.monotonic() - began < 4 * CLOSE_SECONDS < job._settings.grace
+        with pytest.raises(Stopped):
+            job.world_store(world).put("key", "")
+        job.close(None)
+
+
 @pytest.mark.parametrize("moment", ["it is found", "it is read"])
 def test_a_job_whose_last_worker_leaves_as_one_comes(
     trio: OwnEtcd, etcd: Etcd, moment: str, monkeypatch: pytest.MonkeyPatch
@@ -429,10 +460,7 @@ def test_a_job_whose_last_worker_leaves_as_one_comes(
 
     monkeypatch.setattr(JobEntry, "keep", keep_then_leave)
     monkeypatch.setattr(etcd_members, "Mirror", leave_then_read)
-    job = EtcdJob(
-        trio.settings(), "three", uid="me", peer_timeout=1.0, max_world_size=None, check=lambda: None, log=print,
-        refused=lambda _members: [], draw_uid=lambda: "world",
-    )  # fmt: skip
+    job = make_job(trio, "three", lambda: None)
     assert attempts
     assert etcd.get(f"{job._prefix}/here/me") is not None
     assert (job._prefix == old.prefix) == (moment == "it is read")
