@@ -20,9 +20,9 @@ from elastic_train.system import AGENT_VARIABLE, has_ended
 GRACE_SECONDS = 3.0
 """people, and schedulers, stop nodes one after the other, and on a busy machine an agent passes the signal on late"""
 LATE_SECONDS = 15.0
-"""from a signal on, in which a worker should stop by itself. SIGKILL follows after 30 s (torchrun, where that is fixed;
-Kubernetes and Slurm by default; no worker sees what they are set to): one half is for ending steps, the other for
-saving without the one in hand"""
+"""from a signal on, in which a worker should stop by itself. SIGKILL follows after 30 s (torchrun, Kubernetes and Slurm
+by default; no worker sees what the latter are set to): one half is for ending steps, the other for saving without the
+one in hand"""
 HOPELESS_SECONDS = 25.0
 """from a signal on: what has not begun to save by then would not come to its end"""
 LEAST_SECONDS = 10.0
@@ -57,6 +57,7 @@ class StopSignal:
         """by a SIGINT, whatever came before it"""
         self._requested_at = 0.0
         self._late_after, self._hopeless_after = late_after, hopeless_after
+        self._killed_after = SHORTEST_SECONDS
         self._heard: int | None = None
         """by the thread, perhaps before the handler has run"""
         self.when_late: Callable[[float], None] = lambda _seconds: None
@@ -88,6 +89,13 @@ class StopSignal:
         self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._be_deaf)
         threading.Thread(target=self._listen, args=(ears,), name="stop-signal", daemon=True).start()
+
+    def expect_kill(self, seconds: float) -> None:
+        """SIGKILL follows a signal so soon. Fewer seconds than usual shorten all times alike; more change nothing, for
+        Kubernetes or Slurm may not wait for them. Call before a signal is likely."""
+        part = min(1.0, seconds / self._killed_after)
+        self._late_after, self._hopeless_after = part * self._late_after, part * self._hopeless_after
+        self._killed_after *= part
 
     def tell_also(self, signum: int, tell: Callable[[], None]) -> None:
         """Call `tell` when that signal comes, for which there is a handler: on the thread that listens, so that it is
@@ -214,7 +222,8 @@ class StopSignal:
             return None
         now = time.monotonic()
         since = self._requested_at if self._is_signalled else self._noticed_at
-        return SHORTEST_SECONDS - (now - (since or now))  # a signal may be heard before its handler has run
+        given = self._killed_after if self._is_signalled else SHORTEST_SECONDS
+        return given - (now - (since or now))  # a signal may be heard before its handler has run
 
     @property
     def is_requested(self) -> bool:

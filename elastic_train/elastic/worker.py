@@ -148,6 +148,8 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
     imported_at = time.monotonic()
     keep_freed_memory(os.environ)
     check_start(config, launch)
+    if launch.shutdown_seconds is not None:
+        stop.expect_kill(launch.shutdown_seconds)
     faults = FaultSeam(os.environ.get(FAULT_VARIABLE, ""), launch.agent_pid)
     device = choose_device(config.device, launch.local_rank) if parts is None else parts.device
     if device.type == "cuda":

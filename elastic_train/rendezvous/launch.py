@@ -100,6 +100,8 @@ class Launch:
     """the same in a cluster of etcd; a world with neither is fixed, and rank, world_size and num_nodes are its own"""
     node_id: str = ""
     """what the workers of this node have in common and no other node has; set with `c10d` and with `etcd`"""
+    shutdown_seconds: float | None = None
+    """from a signal to SIGKILL, where the agent was told by --shutdown-timeout"""
     local_address: str | None = None
     """IP address by which the others reach this node, where --local-addr says it"""
 
@@ -165,6 +167,7 @@ class Launch:
             c10d=c10d,
             etcd=EtcdSettings.from_json(etcd) if etcd is not None else None,
             node_id=environ.get(NODE_VARIABLE) or _derived_node_id(environ, agent_pid) if is_own_node else "",
+            shutdown_seconds=_shutdown_seconds(arguments, environ),
             local_address=environ.get(ADDRESS_VARIABLE) if is_own_node else None,
         )
 
@@ -210,6 +213,12 @@ def alone_warning(launch: Launch, environ: Mapping[str, str]) -> str | None:
             f"all nodes the same port, such as {endpoint.rpartition(':')[0]}:29400"
         )
     return f"this node trains alone, and no other can join it: {NO_PLUG_IN}"
+
+
+def _shutdown_seconds(arguments: list[str] | None, environ: Mapping[str, str]) -> float | None:
+    """What torchrun was told, if it was: since torch 2.15 by an option, or a variable that its workers inherit."""
+    text = option(arguments or [], environ, "shutdown-timeout") or environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+    return float(text) if arguments is not None and text.isdecimal() else None
 
 
 def _derived_node_id(environ: Mapping[str, str], agent_pid: int | None) -> str:

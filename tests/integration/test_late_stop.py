@@ -221,15 +221,15 @@ def test_a_commit_is_waited_for(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("long", "step"), [("step 9", 8), ("evaluation 3", 6)])
-def test_agent_is_told_to_stop(cluster: Cluster, long: str, step: int) -> None:
-    """By torchrun, which kills its worker after 30 s."""
-    [node] = cluster.start(*FLAGS, env={"LONG": long})
+@pytest.mark.parametrize(("long", "step", "seconds"), [("step 9", 8, 30), ("evaluation 3", 6, 30), ("step 9", 8, 10)])
+def test_agent_is_told_to_stop(cluster: Cluster, long: str, step: int, seconds: int) -> None:
+    """By torchrun, which kills its worker after 30 s, or as it is told."""
+    [node] = cluster.start(*FLAGS, env={"LONG": long, "PET_SHUTDOWN_TIMEOUT": str(seconds)})
     wait_until_long(cluster, 1)
     told_at = time.monotonic()
     node.signal(signal.SIGTERM)
     assert node.wait(60) == 1
-    assert time.monotonic() - told_at < 29
+    assert time.monotonic() - told_at < seconds - 1
     check_saved(cluster.run_dir, step)
     check_stopped(cluster.run_dir, step, 1)
     check_continued(cluster, cluster.start(*FLAGS))

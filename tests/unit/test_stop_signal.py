@@ -346,3 +346,15 @@ def test_how_long_it_still_has() -> None:
     left = told.seconds_left()
     assert left is not None
     assert SHORTEST_SECONDS - 5 < left <= SHORTEST_SECONDS, "SIGKILL follows"
+
+
+@pytest.mark.parametrize(("given", "late_after"), [(10.0, 5.0), (30.0, 15.0), (300.0, 15.0)])
+def test_where_torchrun_kills_sooner_it_is_late_sooner(given: float, late_after: float) -> None:
+    stop = StopSignal()
+    stop.expect_kill(given)
+    assert stop._late_after == late_after
+    assert stop._hopeless_after == pytest.approx(late_after * 25 / 15)
+    stop._remember(signal.SIGTERM, None)
+    left = stop.seconds_left()
+    assert left is not None
+    assert 2 * late_after - 2 < left <= 2 * late_after

@@ -648,6 +648,21 @@ def test_a_node_at_a_port_that_nobody_else_knows_says_so(agent: list[str]) -> No
     )
 
 
+@pytest.mark.parametrize(
+    ("command", "environ", "seconds"),
+    [
+        ("", {}, None),
+        ("--shutdown-timeout 10", {}, 10.0),
+        ("--shutdown_timeout=10", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "20"}, 10.0),
+        ("", {"PET_SHUTDOWN_TIMEOUT": "10", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "20"}, 10.0),
+        ("", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "20"}, 20.0),
+    ],
+)
+def test_how_soon_an_agent_kills(command: str, environ: dict[str, str], seconds: float, agent: list[str]) -> None:
+    agent += [*shlex.split(command), "-m", "elastic_train"]
+    assert Launch.from_environment(OF_ONE_NODE | environ, None).shutdown_seconds == seconds
+
+
 def test_launch_under_c10d() -> None:
     settings = C10dSettings(("h:1",), 2, 4, 0.5)
     environ = OF_WORKERS | {C10D_VARIABLE: settings.to_json(), MIN_NODES_VARIABLE: "2", NODE_VARIABLE: "abc"}
