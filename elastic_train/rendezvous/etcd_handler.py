@@ -15,6 +15,7 @@ A node that leaves closes nothing. Nothing is ever unpickled.
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -133,6 +134,9 @@ class AgentsHandler(RendezvousHandler):
         self._why_over: str | None = None
         self._is_ending = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="etcd-lease", daemon=True)
+        atexit.register(
+            self.shutdown
+        )  # torch calls it after no signal, for its own rendezvous would be closed for good
 
     # --- what torchrun calls ------------------------------------------------------------------------------------------
 
@@ -195,8 +199,11 @@ class AgentsHandler(RendezvousHandler):
             raise RendezvousConnectionError(str(error)) from error
 
     def shutdown(self) -> bool:
-        """Leave, and leave nothing behind; the last one takes the job away."""
+        """Leave, and leave nothing behind; the last one takes the job away. Calling it again is a no-op."""
+        if self._is_ending.is_set():
+            return True
         self._is_ending.set()
+        atexit.unregister(self.shutdown)
         if self._keeper.is_alive():  # or it would take the lease anew that is ended here
             self._keeper.join(2 * FAREWELL_SECONDS)
         with suppress(StoreUnreachable, StoreRefused, LeftOut):

@@ -487,6 +487,29 @@ def test_who_was_suspended_looks_again_before_it_takes_a_job_away(
     delete_job(etcd, living)
 
 
+AGENT_OF_ONE = """
+import sys
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from elastic_train.rendezvous.etcd_handler import AgentSeconds, AgentsHandler
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
+
+parameters = RendezvousParameters("etcd3", "unused", "told", 1, 1)
+settings = EtcdSettings(tuple(sys.argv[1].split(",")))
+handler = AgentsHandler(parameters, settings, AgentSeconds(lease=60.0, join_timeout=60.0, read_timeout=60.0))
+handler.next_rendezvous()
+raise KeyboardInterrupt  # as torchrun ends by a signal
+"""
+
+
+def test_an_agent_that_is_told_to_stop_leaves_nothing_behind(trio: OwnEtcd, etcd: Etcd) -> None:
+    """torch calls no `shutdown` then: its own would close the run id for good."""
+    command = [sys.executable, "-c", AGENT_OF_ONE, ",".join(trio.settings().endpoints)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "KeyboardInterrupt" in done.stderr
+    assert "rror" not in done.stderr.replace("KeyboardInterrupt", ""), done.stderr
+    assert not etcd.below("/elastic_train/told/")[0]
+
+
 def test_a_run_id_can_be_used_again(trio: OwnEtcd, etcd: Etcd) -> None:
     first = open_it(etcd, trio, "again")
     store = EtcdStore(etcd, lease=first.lease, guard=first.guard)

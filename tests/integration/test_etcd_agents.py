@@ -68,6 +68,18 @@ def test_a_dead_node_at_the_end_holds_nobody_up(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
+def test_all_who_are_told_to_stop_leave_nothing_behind(cluster: Cluster) -> None:
+    """Else a start within the next minutes would join a round of theirs."""
+    assert cluster.etcd is not None
+    nodes = start(cluster, steps=9000, count=2, conf="last_call=2,lease=60")
+    wait_for_world(cluster, 2)
+    for node in nodes:
+        node.signal(signal.SIGINT)
+    assert [node.wait(60) for node in nodes] == [1, 1]
+    assert not cluster.etcd.keys()
+
+
+@pytest.mark.slow
 def test_a_spare_node_steps_in(cluster: Cluster) -> None:
     nodes = start(cluster, steps=600, count=2, nnodes="2:2")
     wait_for_world(cluster, 2)
