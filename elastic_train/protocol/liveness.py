@@ -196,7 +196,7 @@ class Watcher:
         self.contacts = Contacts(links, topology, peer_timeout, self._interval, monotonic)
         self._judge = Judge(self.contacts, self.own, peer_timeout, monotonic)
         self.store_silence = StoreSilence(store_grace, self.pace, warn, monotonic)
-        self._cut, self._tend, self._give_up = cut, tend, give_up
+        self._cut, self._tend, self._give_up, self._longest_tend = cut, tend, give_up, peer_timeout / 2
         self._broken_at: float | None = None
         self._has_given_up = False
         self._world: World | None = None
@@ -320,8 +320,8 @@ class Watcher:
         with self._lock:
             self.links.announce(self._status())
         self._look()
-        if self._monotonic() >= self._next_tend:
-            self._next_tend = self._monotonic() + TEND_SECONDS
+        if (began := self._monotonic()) >= self._next_tend:
+            self._next_tend = began + TEND_SECONDS
             try:
                 self._tend(self._world, self.is_spokesman)
                 self.store_silence.note_answer()
@@ -330,6 +330,8 @@ class Watcher:
                 if self.store_silence.note_none(error, world) and world is not None:
                     self.reason = str(error)  # no step has ended since: a peer may be gone as well
                     self._break_off(world, Blame({}))
+            if self._monotonic() - began < self._longest_tend:  # else a store that is away would excuse all silence
+                self.links.note_awake()
         self._end_if_stuck()
 
     def _status(self) -> str:

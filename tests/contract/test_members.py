@@ -46,6 +46,7 @@ class Pings:
     def turn(self, seconds: float) -> bool:
         return False
 
+    def note_awake(self) -> None: ...
     def close(self) -> None: ...
 
 

@@ -299,6 +299,12 @@ def suspended_without_the_store(hosts: int, *faults: Fault) -> Plan:
     return replace(plan(hosts, *ordered, recovers_at=24.0), grace=12.0)
 
 
+def silent_without_the_store() -> Plan:
+    """One of three is frozen while the store is away from all, whose watchers wait for it again and again."""
+    faults = ((2.0, "lose_store", (0, 1, 2)), (3.0, "freeze", 2))
+    return replace(plan(3, *faults, recovers_at=0.0), recovers_at=None, seconds=18.0, peer_timeout=10.0, grace=60.0)
+
+
 def two_plans_for_one_newcomer() -> Plan:
     """Two of seven are cut off, and the others' directory is silent; so the plan to take the two back is written while
     the world that it follows breaks, and they are invited by it after they were by that of the next world."""

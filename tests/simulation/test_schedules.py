@@ -298,6 +298,13 @@ def test_a_suspension_is_no_silence_of_the_store(hosts: int, faults: tuple[Fault
     assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
 
 
+def test_a_silent_peer_is_found_while_the_store_is_away() -> None:
+    """A watcher that waits for the store is not suspended."""
+    simulation = run(directed.silent_without_the_store())
+    assert [worker.activity for worker in simulation.workers[:2]] == ["agrees"] * 2
+    assert "was silent for 1" in str(simulation.workers[0].watcher.verdicts[2])
+
+
 def test_nobody_is_invited_to_follow_a_world_that_is_over() -> None:
     run(directed.two_plans_for_one_newcomer())
 

@@ -185,6 +185,8 @@ class FakeLinks:
     def turn(self, seconds: float) -> bool:
         return False
 
+    def note_awake(self) -> None: ...
+
     def close(self) -> None:
         self.is_closed = True
 
@@ -965,6 +967,27 @@ def test_who_was_suspended_for_longer_than_the_grace_ends_its_world_and_has_not_
     assert all(watcher.store_silence.awake.seconds < 2 + LONGEST_PAUSE + 2 for watcher in graced.watchers)
     graced.pass_time(30 + 7 * PEER_TIMEOUT)
     assert min(graced.cuts) >= 1, "no step has ended since"
+
+
+@pytest.mark.parametrize(("seconds", "is_awake"), [(0.4 * PEER_TIMEOUT, True), (0.6 * PEER_TIMEOUT, False)])
+@pytest.mark.parametrize("is_store_down", [False, True])
+def test_a_watcher_is_awake_in_its_tasks_unless_they_last_too_long(
+    seconds: float, is_awake: bool, is_store_down: bool
+) -> None:
+    clock, noted = Clock(), 0
+
+    class NotingLinks(FakeLinks):
+        def note_awake(self) -> None:
+            nonlocal noted
+            noted += 1
+
+    def tend(_world: World | None, _is_spokesman: bool) -> None:
+        clock.now += seconds
+        if is_store_down:
+            raise StoreUnreachable("down")
+
+    Watcher(NotingLinks(clock), PEER_TIMEOUT, lambda: None, tend, clock, store_grace=30.0).turn()
+    assert noted == is_awake
 
 
 # --- the thread -------------------------------------------------------------------------------------------------------
