@@ -15,11 +15,10 @@ from torch import nn
 from elastic_train.config import Config
 from elastic_train.elastic.handover import Handover
 from elastic_train.elastic.membership import Membership
-from elastic_train.elastic.process_group import is_communication_error
 from elastic_train.elastic.states_check import StateChecks
 from elastic_train.elastic.step_sums import EVERY
 from elastic_train.elastic.worker import Worker
-from elastic_train.errors import ElasticTrainError, FormationFailed, UsageError, first_line
+from elastic_train.errors import ElasticTrainError, UsageError, first_line
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
@@ -138,17 +137,12 @@ class WholeSteps:
     ) -> StepTotals:
         """As `Reduction.run`. Raises: FormationFailed where the group was broken off. StatesDiffer. UsageError: as
         `Bystanders.look`."""
-        reduction, sockets, begin = self.prepare(), self._membership.sockets, self._begin
+        reduction, begin = self.prepare(), self._begin
         comparison = None if begin.is_handed_over else begin.comparison
         if comparison is not None:
             comparison.begin()
         self._bystanders.note()
-        try:
-            totals = reduction.run(micro_batches, loss, scale, votes)
-        except Exception as error:
-            if sockets.is_shut and not is_communication_error(error):  # what it was computed from is garbage
-                raise FormationFailed(f"the process group was broken off: {first_line(error)}") from error
-            raise
+        totals = reduction.run(micro_batches, loss, scale, votes)
         self._bystanders.look()
         if self._looks:
             self._look_for_unused(self._worker.state.step + 1)
@@ -157,7 +151,7 @@ class WholeSteps:
             self._states.finish(comparison)
         self._begin = Beginning(comparison=begin.comparison) if begin.is_handed_over else ALONE
         self._membership.watcher.do(Activity.COMPUTE)  # the optimizer's step waits for nobody
-        sockets.require_unbroken()
+        self._membership.sockets.require_unbroken()
         self._clip()
         return totals
 

@@ -263,6 +263,26 @@ def test_what_own_code_makes_of_garbage_is_no_error_of_its_own(fails: str, is_br
     assert not state.lock.acquire(0.0), "it is held, as after any other error"
 
 
+def test_what_was_computed_from_garbage_is_nobodys_error() -> None:
+    class Rounding(Watched):
+        is_broken_off = False
+
+        def loss(self, module: nn.Module, batch: Any) -> torch.Tensor:
+            if not self.is_broken_off:
+                raise KeyError("my own mistake")
+            loop._membership.sockets.shut()
+            raise ValueError("cannot convert float NaN to integer")
+
+    task = Rounding()
+    loop, state, _ = make_loop(task)
+    with pytest.raises(KeyError):
+        loop.run(WORLD, steps(task))
+    task.is_broken_off = True
+    with pytest.raises(FormationFailed, match=r"^the process group was broken off: cannot convert"):
+        loop.run(WORLD, steps(task))
+    assert state.step == 0
+
+
 @pytest.mark.parametrize("extra", [None, "average", "scheduler", "ema"])
 def test_a_late_stop_may_save_before_a_loop_of_ones_own_asks_for_its_first_batch(extra: str | None) -> None:
     """As between two steps: what it may be about to step is waited for, whatever its name is. The average of the flags

@@ -1104,23 +1104,6 @@ def whole_steps(
     return steps
 
 
-def test_what_was_computed_from_garbage_is_nobodys_error() -> None:
-    sockets = GroupSockets()
-
-    class Inner:
-        def run(self, *_arguments: Any, **_more: Any) -> StepTotals:
-            if sockets.is_shut:
-                raise ValueError("cannot convert float NaN to integer")
-            raise KeyError("my own mistake")
-
-    reduction = whole_steps(sockets, Inner())
-    with pytest.raises(KeyError):
-        reduction.run([], lambda *_: torch.zeros(()), lambda loss: loss, ())
-    sockets.shut()
-    with pytest.raises(FormationFailed, match="broken off: cannot convert"):
-        reduction.run([], lambda *_: torch.zeros(()), lambda loss: loss, ())
-
-
 def test_a_step_whose_group_was_broken_off_does_not_count() -> None:
     sockets = GroupSockets()
     totals = StepTotals(0.5, (0, 0))
