@@ -17,6 +17,7 @@ from elastic_train.errors import ElasticTrainError, FormationFailed, UsageError,
 from elastic_train.rules import seconds_to_form
 from elastic_train.training.collectives import GROUP_TIMEOUT, broken_off_by, gather_json, require_sound
 from elastic_train.training.group_sockets import GroupSockets
+from elastic_train.training.state import TrainState
 from elastic_train.world import World
 
 NCCL_SECONDS = "30"
@@ -247,13 +248,24 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 @contextmanager
-def lost_peers_told(sockets: GroupSockets) -> Iterator[None]:
-    """The code that is trained runs inside the block. It may catch the error of a lost peer and raise one of its own,
-    or use what it is given as nobody else would: that is no error of its own. Where the group was broken off, it may
-    have looked at NCCL's garbage, or gone on without its step, as all who are left. A bug shows again when the step is
-    redone. Raises: FormationFailed, then."""
+def told_as_what_it_is(state: TrainState, sockets: GroupSockets) -> Iterator[None]:
+    """The code that is trained runs inside the block, and this says what it raises.
+
+    It may catch the error of a lost peer and raise one of its own, or use what it is given as nobody else would: that
+    is no error of its own. Where the group was broken off, it may have looked at NCCL's garbage, or gone on without its
+    step, as all who are left. A bug shows again when the step is redone. Where it asks to end the process, that would
+    be gone without a word, its last commits with it.
+
+    Raises: FormationFailed, where a peer was lost. RuntimeError in place of SystemExit.
+    """
     try:
-        yield
+        try:
+            yield
+        except SystemExit as end:
+            raise RuntimeError(
+                f"the training code called sys.exit({end.code!r}) at step {state.step}: to end training there, "
+                "return from the training function"
+            ) from end
     except Exception as error:
         is_ours = isinstance(error, ElasticTrainError) and not isinstance(error, UsageError)
         if is_ours or is_communication_error(error):  # it says what it is, whatever it came after

@@ -17,7 +17,7 @@ from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.loop_hints import LoopHints
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.own_parallel import OwnParallel, Wrapped, require_summed
-from elastic_train.elastic.process_group import is_communication_error, lost_peers_told
+from elastic_train.elastic.process_group import is_communication_error, told_as_what_it_is
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.session import Training
 from elastic_train.elastic.session_steps import SessionSteps
@@ -36,7 +36,6 @@ from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_end import StepObserver, WorldEnd, WorldEnds, votes_of
 from elastic_train.errors import StatesDiffer, TrainingDiverged
 from elastic_train.rules import Activity
-from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.kept import Arguments
 from elastic_train.training.reduction import Share
 from elastic_train.training.state import TrainState
@@ -119,7 +118,7 @@ class Trainer:
         self._training = training = self._make_training(world, shares, begin)
         try:
             try:
-                with self._seeing_every_optimizer(), told_as_what_they_are(state, self._membership.sockets):
+                with self._seeing_every_optimizer(), told_as_what_it_is(state, self._membership.sockets):
                     self._program.train(training)
             finally:
                 state.lock.hold()  # what is done with the state from here on looks after a stop itself
@@ -302,20 +301,6 @@ class Trainer:
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-@contextmanager
-def told_as_what_they_are(state: TrainState, sockets: GroupSockets) -> Iterator[None]:
-    """What the code that is trained raises inside the block. Where it asks to end the process, that would be gone
-    without a word, its last commits with it."""
-    with lost_peers_told(sockets):
-        try:
-            yield
-        except SystemExit as end:
-            raise RuntimeError(
-                f"the training code called sys.exit({end.code!r}) at step {state.step}: to end training there, "
-                "return from the training function"
-            ) from end
 
 
 def begin_scalers_anew(state: TrainState) -> None:
