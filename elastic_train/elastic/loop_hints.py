@@ -9,7 +9,7 @@ from torch import nn
 
 from elastic_train.elastic.worker import Worker
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.kept import parameters_of
+from elastic_train.training.kept import parameters_beside
 from elastic_train.world import World
 
 STEPS_OF_ONE_THAT_STAYS = 3
@@ -64,9 +64,8 @@ class LoopHints:
         others = torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler | AveragedWeights
         is_known = any(optimizer is one for one in state.kept.updates.optimizers)
         if is_known:
-            saved = {id(parameter) for module in modules for parameter in module.parameters()}
             may_be_saved = any(not isinstance(one, others | nn.Module) for one in state.extras.values())
-            if may_be_saved or saved.issuperset(map(id, parameters_of(optimizer))):
+            if may_be_saved or not parameters_beside(modules, [optimizer]):
                 return
         self._has_told_of_other = True
         kind = type(optimizer).__name__

@@ -23,7 +23,7 @@ from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
 from elastic_train.training.epoch_dataset import EpochDataset
-from elastic_train.training.kept import parameters_of
+from elastic_train.training.kept import parameters_beside
 from elastic_train.training.loader_processes import read_apart
 from elastic_train.training.ordered import OrderedReduction
 from elastic_train.training.reduction import (
@@ -204,9 +204,7 @@ class Bystanders:
 
     def begin(self, world: World) -> None:
         """The worker's next world begins."""
-        own = {id(parameter) for parameter in self._state.model.parameters()}
-        trained = (one for optimizer in self._state.kept.updates.optimizers for one in parameters_of(optimizer))
-        self._others = [parameter for parameter in trained if id(parameter) not in own]
+        self._others = parameters_beside([self._state.model], self._state.kept.updates.optimizers)
         self._tells = self._is_ordered or world.rank == 0
 
     def note(self) -> None:

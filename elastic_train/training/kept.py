@@ -209,8 +209,7 @@ class KeptUpdates:
 
     def _keep(self) -> None:
         # Parameters of modules that are no extra are kept, too.
-        owned = (one for optimizer in self.optimizers for one in parameters_of(optimizer))
-        self._parameters = list({id(one): one for one in (*self._model.parameters(), *owned)}.values())
+        self._parameters = [*self._model.parameters(), *parameters_beside([self._model], self.optimizers)]
         states = [self.state_of(part) for part in self._parts]
         for part, state in zip(self._parts, states, strict=True):
             self._buffers.put_into(part, state)
@@ -321,6 +320,13 @@ def rate_of(group: Mapping[str, Any]) -> float | None:
     """Of a parameter group; None where it has none, since its optimizer finds one itself (Adafactor)."""
     rate = group.get("lr")
     return None if rate is None else float(rate)
+
+
+def parameters_beside(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    """Those that the optimizers train and none of the modules has; each once."""
+    own = {id(one) for module in modules for one in module.parameters()}
+    trained = {id(one): one for optimizer in optimizers for one in parameters_of(optimizer)}
+    return [one for key, one in trained.items() if key not in own]
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:

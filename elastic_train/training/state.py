@@ -16,7 +16,15 @@ from elastic_train.branches import Branches, branches_of
 from elastic_train.errors import UsageError
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.kept import Arguments, KeptStep, load_extra, load_part, parameters_of, parts_of, rate_of
+from elastic_train.training.kept import (
+    Arguments,
+    KeptStep,
+    load_extra,
+    load_part,
+    parameters_beside,
+    parts_of,
+    rate_of,
+)
 from elastic_train.training.ratings import Ratings
 from elastic_train.training.reduction import named
 from elastic_train.training.sampler import steps_per_epoch
@@ -345,8 +353,7 @@ class Modes:
 def require_in_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raises: UsageError where the optimizer trains what is no part of the model: nobody would sum its gradients, save
     it, or hand it to others."""
-    own = {id(parameter) for parameter in model.parameters()}
-    shapes = [str(tuple(one.shape)) for one in parameters_of(optimizer) if id(one) not in own]
+    shapes = [str(tuple(one.shape)) for one in parameters_beside([model], [optimizer])]
     if shapes:
         raise UsageError(
             f"the optimizer trains {named(shapes)} that the model does not have: put it into the module that "
