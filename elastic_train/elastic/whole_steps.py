@@ -85,7 +85,7 @@ class WholeSteps:
         begin: is finished within the first ones.
         states: compares what the ranks have begun with.
         stand_in: makes a batch of one sample, for a rank that has none in a step; its weight is 0.
-        bystanders: the worker's, of all its worlds.
+        frozen: the worker's, of all its worlds.
     """
 
     def __init__(
@@ -96,11 +96,13 @@ class WholeSteps:
         begin: Beginning,
         states: StateChecks,
         stand_in: Callable[[], Any],
-        bystanders: Bystanders,
+        frozen: FrozenParts,
     ) -> None:
         self._worker, self._membership, self._world = worker, membership, world
-        self._begin, self._states, self._stand_in, self._bystanders = begin, states, stand_in, bystanders
+        self._begin, self._states, self._stand_in, self._frozen = begin, states, stand_in, frozen
         self._reduction: Reduction | None = None
+        self._others: list[nn.Parameter] = []
+        """that are trained and no part of the model: nobody would sum their gradients"""
         self._loss: tuple[BatchLoss, Loss] | None = None
         self._looks = self._has_looked = False
         """for parameters without which no other worker could train with this one"""
@@ -109,7 +111,8 @@ class WholeSteps:
         """Make the reduction, if there is none yet; every rank calls it."""
         if self._reduction is None:
             self._looks = is_tried_first(self._worker, self._world)
-            self._bystanders.begin(self._world)
+            state = self._worker.state
+            self._others = parameters_beside([state.model], state.kept.updates.optimizers)
             self._reduction = _make_reduction(self._worker, self._membership, self._world)
             if self._begin.handover is not None:
                 self._begin.handover.begin()
@@ -125,7 +128,7 @@ class WholeSteps:
 
         Raises:
             TrainingDiverged, StatesDiffer: on every rank alike; the weights are those before the step.
-            RuntimeError, FormationFailed: a peer is lost. UsageError: as `Bystanders.look`.
+            RuntimeError, FormationFailed: a peer is lost. UsageError: as `run`.
         """
         self.prepare()
         if self._loss is None or self._loss[0] is not loss:
@@ -135,15 +138,19 @@ class WholeSteps:
     def run(
         self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
     ) -> StepTotals:
-        """As `Reduction.run`. Raises: FormationFailed where the group was broken off. StatesDiffer. UsageError: as
-        `Bystanders.look`."""
+        """As `Reduction.run`. Raises: FormationFailed where the group was broken off. StatesDiffer. UsageError where
+        the loss trains what is no part of the model; as `FrozenParts.look`."""
         reduction, begin = self.prepare(), self._begin
         comparison = None if begin.is_handed_over else begin.comparison
         if comparison is not None:
             comparison.begin()
-        self._bystanders.note()
+        gradients = self._gradients_beside()
+        self._frozen.note(self._world)
         totals = reduction.run(micro_batches, loss, scale, votes)
-        self._bystanders.look()
+        if gradients != self._gradients_beside():
+            shapes = [str(tuple(one.shape)) for one in self._others if one.grad is not None]
+            raise UsageError(f"the loss trains {named(shapes)} beside the model, and {MODEL_ALONE}")
+        self._frozen.look()
         if self._looks:
             self._look_for_unused(self._worker.state.step + 1)
         self._finish(begin)
@@ -154,6 +161,11 @@ class WholeSteps:
         self._membership.sockets.require_unbroken()
         self._clip()
         return totals
+
+    def _gradients_beside(self) -> list[tuple[int, int]]:
+        """Of `_others`; changes with whatever is added to one."""
+        gradients = [one.grad for one in self._others]
+        return [(0, 0) if one is None else (id(one), one._version) for one in gradients]
 
     def _finish(self, begin: Beginning) -> None:
         """What was under way when the world began, in its first step."""
@@ -186,38 +198,25 @@ class WholeSteps:
             clip_gradients(state.optimizer, state.scaler, limit)
 
 
-class Bystanders:
-    """What the passes of a step must leave alone: parameters that are trained and no part of the model, of which nobody
-    would sum the gradients; and frozen ones, which would move with each pass, so that they depend on how many of them a
-    rank has, and on whether the step is done again. What a loss does to these does not change with the world: they are
-    looked at in a worker's first steps alone, for a recovery waits for it."""
+class FrozenParts:
+    """Frozen parameters, which the passes of a step must leave alone: they would move with each pass, so that they
+    depend on how many of them a rank has, and on whether the step is done again. What a loss does to them does not
+    change with the world: they are looked at in a worker's first steps alone, for a recovery waits for it."""
 
     def __init__(self, worker: Worker, membership: Membership) -> None:
         self._worker, self._state, self._membership = worker, worker.state, membership
         self._is_ordered = worker.config.reduction == "ordered"
-        self._others: list[nn.Parameter] = []
-        self._gradients: list[tuple[Any, int]] = []
         self._steps_left = FROZEN_STEPS
-        self._tells = False
-        """of frozen ones"""
         self._hashes: dict[str, list[int]] = {}
 
-    def begin(self, world: World) -> None:
-        """The worker's next world begins."""
-        self._others = parameters_beside([self._state.model], self._state.kept.updates.optimizers)
-        self._tells = self._is_ordered or world.rank == 0
-
-    def note(self) -> None:
-        """The passes of a step begin. Blocks for the device in a worker's first steps, where something is frozen."""
-        self._gradients = [_version_of(one.grad) for one in self._others]
-        frozen = _frozen(self._state) if self._steps_left and self._tells else {}
+    def note(self, world: World) -> None:
+        """The passes of a step begin. Blocks for the device in a worker's first steps, where something is frozen, on
+        each rank that would tell."""
+        frozen = _frozen(self._state) if self._steps_left and (self._is_ordered or world.rank == 0) else {}
         self._hashes = hashes_by_name(frozen) if frozen else {}
 
     def look(self) -> None:
         """They are over. Raises: UsageError."""
-        if self._gradients != [_version_of(one.grad) for one in self._others]:
-            shapes = [str(tuple(one.shape)) for one in self._others if one.grad is not None]
-            raise UsageError(f"the loss trains {named(shapes)} beside the model, and {MODEL_ALONE}")
         self._steps_left = max(0, self._steps_left - 1)
         if not self._hashes:
             return
@@ -232,11 +231,6 @@ class Bystanders:
         if self._is_ordered:
             raise UsageError(f"--reduction ordered: {what}, once in each micro-batch, so the world decides: {cure}")
         self._worker.reporter.warn(f"{what}; in a step that is done again it changes twice: {cure}")
-
-
-def _version_of(gradient: torch.Tensor | None) -> tuple[int, int]:
-    """Changes with whatever is added to it."""
-    return (0, 0) if gradient is None else (id(gradient), gradient._version)
 
 
 def _frozen(state: TrainState) -> dict[str, torch.Tensor]:

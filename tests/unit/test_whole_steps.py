@@ -109,10 +109,8 @@ def test_what_nobody_would_tell_is_not_looked_for(monkeypatch: pytest.MonkeyPatc
     looked = []
     monkeypatch.setattr(whole_steps, "hashes_by_name", looked.append)
     loop, _, _ = make_loop(Momentum(moves=True))
-    bystanders = loop._bystanders
-    bystanders.begin(World(rank=1, generation=0, members=(make_member(0), make_member(1))))
-    bystanders.note()
-    bystanders.look()
+    loop._frozen.note(World(rank=1, generation=0, members=(make_member(0), make_member(1))))
+    loop._frozen.look()
     assert looked == []
 
 
