@@ -110,7 +110,7 @@ class WholeSteps:
     def prepare(self) -> Reduction:
         """Make the reduction, if there is none yet; every rank calls it."""
         if self._reduction is None:
-            self._looks = is_tried_first(self._worker, self._world)
+            self._looks = why_closed_in(self._worker, self._world) == ""
             state = self._worker.state
             self._others = parameters_beside([state.model], state.kept.updates.optimizers)
             self._reduction = _make_reduction(self._worker, self._membership, self._world)
@@ -180,8 +180,8 @@ class WholeSteps:
         for all, so that the first step with another one would fail and end the job."""
         if self._has_looked and step % EVERY:
             return
-        why, unused = why_alone(self._worker.state.model), without_gradient(self._worker.state.model)
-        if unused:
+        why = None
+        if unused := without_gradient(self._worker.state.model):
             why = (
                 f"{named(unused)} got no gradient, and with several workers DDP waits for all: no other node can be "
                 "admitted; stop all and start them with --find-unused-parameters, or freeze what is not trained"
