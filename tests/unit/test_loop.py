@@ -462,28 +462,29 @@ def test_what_came_of_a_collective_of_the_functions_own_is_no_error_of_its_own(e
     assert (str(raised.value), raised.value.__cause__) == (LOST, error)
 
 
-@pytest.mark.parametrize("error", [ValueError("a bad batch"), UsageError("of its use"), SnapshotError("a full disk")])
-def test_what_a_loop_raises_by_itself_is_its_own_error(error: Exception) -> None:
+def read_wrongly() -> None:
+    raise KeyError("of the data")
+
+
+@pytest.mark.parametrize(
+    ("fail", "error"),
+    [
+        (read_wrongly, ValueError("a bad batch")),
+        (read_wrongly, UsageError("of its use")),
+        (read_wrongly, SnapshotError("a full disk")),
+        (lose_peer, SnapshotError("a full disk")),
+        (lose_peer, TrainingDiverged("the loss is nan")),
+    ],
+)
+def test_a_loop_s_own_error_and_one_of_ours_whatever_it_came_after_say_what_they_are(
+    fail: Callable[[], None], error: Exception
+) -> None:
     def train(training: Any) -> None:
         for _ in training.batches():
             try:
-                raise KeyError("of the data")
-            except KeyError:
+                fail()
+            except Exception:
                 raise error  # noqa: B904
-
-    loop, _, _ = make_loop(Watched(), train)
-    with broken_off_by(LostPeer()), pytest.raises(type(error)) as raised:  # type: ignore[arg-type]
-        loop.run(WORLD, steps(Watched()))
-    assert raised.value is error
-
-
-@pytest.mark.parametrize("error", [TrainingDiverged("the loss is nan"), SnapshotError("a full disk")])
-def test_an_error_of_ours_says_what_it_is_whatever_it_came_after(error: Exception) -> None:
-    def train(training: Any) -> None:
-        try:
-            lose_peer()
-        except Exception:
-            raise error  # noqa: B904
 
     loop, _, _ = make_loop(Watched(), train)
     with broken_off_by(LostPeer()), pytest.raises(type(error)) as raised:  # type: ignore[arg-type]
