@@ -111,7 +111,7 @@ class Giving:
         # Not on the thread, which would hold up the one that trains: Python runs one of them at a time.
         self._skeleton = torch.frombuffer(bytearray(serialize_state(skeleton)), dtype=torch.uint8)
         position = [state.epoch, state.step, state.samples_done, state.micro_batch_size or 0]
-        self._head = torch.tensor([len(ranks), self._skeleton.numel(), *position])
+        self._head = torch.tensor([len(ranks), self._skeleton.numel(), *position], device="cpu")
         self._link = Link()
         self._thread: SideThread | None = None
 
@@ -120,7 +120,7 @@ class Giving:
         self._thread = SideThread(self._send, "give")
 
     def _send(self) -> None:
-        for tensor in (self._head, torch.tensor(self._ranks)):
+        for tensor in (self._head, torch.tensor(self._ranks, device="cpu")):
             self._link.send(tensor, self._ranks[1:])
         _, children = neighbours(0, self._ranks)
         self._link.pass_on(self._skeleton, None, children)
@@ -171,15 +171,15 @@ class Taking:
         return int(num_ranks) - 1
 
     def _receive(self) -> None:
-        head = torch.zeros(6, dtype=torch.int64)
+        head = torch.zeros(6, dtype=torch.int64, device="cpu")
         self._link.receive(head, self._source)
         self._head = head
-        message = torch.zeros(int(head[0]), dtype=torch.int64)
+        message = torch.zeros(int(head[0]), dtype=torch.int64, device="cpu")
         self._link.receive(message, self._source)
         ranks = message.tolist()
         parent, children = neighbours(ranks.index(self._rank), ranks)
 
-        message = torch.empty(int(head[1]), dtype=torch.uint8)
+        message = torch.empty(int(head[1]), dtype=torch.uint8, device="cpu")
         self._link.pass_on(message, parent, children)
         self._skeleton = deserialize_state(message.numpy().tobytes(), source=self._source_name)
         self._tensors = [empty(*looks) for looks in self._skeleton.pop("tensors")]
@@ -298,7 +298,7 @@ def room_for(packet: Sequence[Tensor]) -> Tensor:
     """Where the message of some tensors is received."""
     if len(packet) == 1:
         return packet[0]
-    return torch.empty(sum(tensor.nbytes for tensor in packet), dtype=torch.uint8)
+    return torch.empty(sum(tensor.nbytes for tensor in packet), dtype=torch.uint8, device="cpu")
 
 
 def unpack(whole: Tensor, packet: Sequence[Tensor]) -> None:
@@ -331,7 +331,7 @@ def put_together(skeleton: Any, tensors: Sequence[Tensor], mine: Mapping[str, Te
 
 
 def empty(dtype: str, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype))
+    return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device="cpu")
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ def _allocate(path: Path, described: Mapping[str, Any]) -> dict[str, Tensor]:
     present = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     if promised > present:
         raise SnapshotError(f"{path}: its metadata promises {promised} bytes of weights, its files have {present}")
-    return {flat: torch.empty(one.size, dtype=one.properties.dtype) for flat, one in described.items()}
+    return {flat: torch.empty(one.size, dtype=one.properties.dtype, device="cpu") for flat, one in described.items()}
 
 
 def _reader(path: Path, metadata: Metadata) -> Any:

@@ -90,8 +90,8 @@ def random_crop_shift(images: Tensor, shifts: Tensor, limit: int) -> Tensor:
     """
     num_samples, num_channels, height, width = images.shape
     padded = F.pad(images, (limit, limit, limit, limit))
-    rows = torch.arange(limit, limit + height) - shifts[:, :1]
-    columns = torch.arange(limit, limit + width) - shifts[:, 1:]
+    rows = torch.arange(limit, limit + height, device=shifts.device) - shifts[:, :1]
+    columns = torch.arange(limit, limit + width, device=shifts.device) - shifts[:, 1:]
     pixels = rows[:, :, None] * (width + 2 * limit) + columns[:, None, :]
     pixels = pixels.reshape(num_samples, 1, height * width).expand(-1, num_channels, -1)
     return padded.flatten(2).gather(2, pixels).reshape(images.shape)

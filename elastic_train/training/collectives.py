@@ -141,7 +141,7 @@ class LateNumbers:
         # By pinned memory: a copy to other memory holds a lock of CUDA's until it has ended, and a thread that saves
         # the last commit meanwhile would wait for that (pytorch/pytorch#143825).
         with _waiting():  # the first time it may
-            self._on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
         self._on_host.copy_(tensor.detach(), non_blocking=True)
         self._event = torch.cuda.current_stream(tensor.device).record_event()
 
@@ -175,7 +175,7 @@ def all_gather(numbers: Tensor) -> list[list[int]]:
 
 def barrier() -> None:
     """By a message on the CPU: torch's own is NCCL's where that has a device. Raises as `wait`."""
-    all_reduce(torch.zeros(1))
+    all_reduce(torch.zeros(1, device="cpu"))
 
 
 def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
@@ -291,7 +291,7 @@ _helper = _Helper()
 def broadcast_bytes(data: bytes | None, source: int) -> bytes:
     """`data` of rank `source` on every rank; the others pass None. Whole, or an exception."""
     is_source = dist.get_rank() == source
-    size = torch.tensor([len(data) if is_source and data is not None else 0], dtype=torch.int64)
+    size = torch.tensor([len(data) if is_source and data is not None else 0], dtype=torch.int64, device="cpu")
     broadcast(size, source)
     total = int(size)
     if total == 0:

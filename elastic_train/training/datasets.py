@@ -93,8 +93,8 @@ class TensorImages(Dataset[tuple[Tensor, Tensor]]):
     ) -> None:
         self.images = images
         self.labels = labels
-        self._mean = torch.tensor(mean, dtype=torch.float32).reshape(1, -1, 1, 1)
-        self._std = torch.tensor(std, dtype=torch.float32).reshape(1, -1, 1, 1)
+        self._mean = torch.tensor(mean, dtype=torch.float32, device="cpu").reshape(1, -1, 1, 1)
+        self._std = torch.tensor(std, dtype=torch.float32, device="cpu").reshape(1, -1, 1, 1)
         self._augmentation = augmentation
         self._seed = seed
         is_small = images.numel() * 4 <= _FLOAT_LIMIT_BYTES
@@ -141,7 +141,7 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         return self._length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        images, labels = self.gather(torch.tensor([index]), 0)
+        images, labels = self.gather(torch.tensor([index], device="cpu"), 0)
         return images[0], labels[0]
 
     def gather(self, indices: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
@@ -234,12 +234,12 @@ def _load_torchvision(name: str, data_dir: Path, seed: int) -> ImageData:
                 f"{name} is not in {data_dir}, or is damaged there ({first_line(exc)}): "
                 "fetch it with --download, or say with --data-dir where it is"
             ) from exc
-        images = torch.as_tensor(source.data)
+        images = torch.as_tensor(source.data, device="cpu")
         # MNIST comes as (sample, height, width), CIFAR-10 as (sample, height, width, channel).
         images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
         return TensorImages(
             images,
-            torch.as_tensor(source.targets, dtype=torch.int64),
+            torch.as_tensor(source.targets, dtype=torch.int64, device="cpu"),
             mean=tuple(255 * value for value in facts.mean),
             std=tuple(255 * value for value in facts.std),
             augmentation=facts.augmentation if is_train else None,

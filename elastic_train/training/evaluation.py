@@ -112,12 +112,14 @@ def evaluate(
         for micro_batch, batch in open_loader(reader, sampler, config, warn, at_most=len(sampler)):
             seed_model_draws(config.seed, micro_batch.step, micro_batch.shard, device)
             for name, value in _sums_of(model, task, batch, device, autocast).items():
-                by_block = sums.setdefault(name, torch.zeros(sampler.num_blocks, dtype=torch.float64))
+                by_block = sums.setdefault(name, torch.zeros(sampler.num_blocks, dtype=torch.float64, device="cpu"))
                 by_block[micro_batch.shard] = value.double().cpu()
             do(Activity.COMPUTE)
     do(Activity.REDUCE)
     names = _agreed_names(sums, world)
-    table = torch.stack([sums.get(name, torch.zeros(sampler.num_blocks, dtype=torch.float64)) for name in names])
+    table = torch.stack(
+        [sums.get(name, torch.zeros(sampler.num_blocks, dtype=torch.float64, device="cpu")) for name in names]
+    )
     if world.world_size > 1:
         all_reduce(table)  # every entry is one rank's value plus zeros: exact
     totals = [sum(row, start=0.0) for row in table.tolist()]
@@ -182,7 +184,10 @@ def _sums_of(
             f"{type(task).__name__}.evaluate gave {kind_of(values)}: it must give a dict of scalars by name, "
             "sums over the samples of the batch"
         )
-    found = {name: value if isinstance(value, torch.Tensor) else torch.tensor(value) for name, value in values.items()}
+    found = {
+        name: value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
+        for name, value in values.items()
+    }
     for name, value in found.items():
         if value.dim() != 0:
             raise UsageError(

@@ -178,7 +178,7 @@ class OrderedReduction:
             self._push_leaf(stack, node, leaf)
             leaf = Leaf([None] * len(self._parameters))
         result = stack[0][1]
-        flags = torch.tensor([*votes, *tally.is_used], dtype=torch.float64).to(self._device)
+        flags = torch.tensor([*votes, *tally.is_used], dtype=torch.float64, device="cpu").to(self._device)
         message = torch.cat([tally.losses, flags, tally.counters])
         self._do(Activity.REDUCE)
         started = time.perf_counter()

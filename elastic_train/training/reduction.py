@@ -220,7 +220,9 @@ class FastReduction:
             return self._no_votes.clone()
         is_cuda = self._device.type == "cuda"
         # From pinned memory, else the copy would wait until the device has done all that it was given.
-        totals = torch.tensor([0, *(vote * self._divisor for vote in votes)], dtype=torch.float32, pin_memory=is_cuda)
+        totals = torch.tensor(
+            [0, *(vote * self._divisor for vote in votes)], dtype=torch.float32, pin_memory=is_cuda, device="cpu"
+        )
         return totals.to(self._device, non_blocking=True) if is_cuda else totals
 
     def _require_begun(self, step: int) -> None:

@@ -97,7 +97,7 @@ class StateComparison:
             StatesDiffer: not all that brought the state hold the same, on every rank alike.
             RuntimeError, FormationFailed: a peer was lost.
         """
-        told = all_gather(torch.tensor([kind_of_machine(self._device), self._hash]))
+        told = all_gather(torch.tensor([kind_of_machine(self._device), self._hash], device="cpu"))
         self.num_kinds = len({kind for kind, _ in told})
         able = [rank for rank, (_, value) in enumerate(told) if value != CANNOT_SAY]
         voters = [rank for rank in self._voters if rank in able]
@@ -301,7 +301,9 @@ def _sums_there(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]
 def _factors(number: int, device: torch.device) -> Tensor:
     """Odd numbers, the same in every process."""
     generator = torch.Generator().manual_seed(1979)
-    return (torch.randint(-(2**62), 2**62, (number,), dtype=torch.int64, generator=generator) * 2 + 1).to(device)
+    return (torch.randint(-(2**62), 2**62, (number,), dtype=torch.int64, generator=generator, device="cpu") * 2 + 1).to(
+        device
+    )
 
 
 def _packed(parts: Sequence[Tensor], padding: Tensor) -> Tensor:

@@ -277,13 +277,15 @@ def test_whoever_reads_what_was_reduced_lets_an_abort_begin(monkeypatch: pytest.
     group = Group()
     host = SimpleNamespace(copy_=lambda _source, non_blocking: seen.append(non_blocking), tolist=lambda: [1.0])
     event = SimpleNamespace(synchronize=lambda: seen.append(group.is_waiting))
-    monkeypatch.setattr(torch, "empty", lambda _shape, dtype, pin_memory: seen.append(pin_memory) or host)
+    monkeypatch.setattr(
+        torch, "empty", lambda _shape, dtype, pin_memory, device: seen.append((pin_memory, device)) or host
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(record_event=lambda: event))
     tensor: Any = SimpleNamespace(is_cuda=True, shape=(1,), dtype=torch.float32, device="cuda:0", detach=lambda: None)
     with broken_off_by(group):
         assert numbers(tensor) == [1.0]
         assert numbers(SENT) == [0.0]
-    assert (seen, group.is_waiting) == ([True, True, True], False)
+    assert (seen, group.is_waiting) == ([(True, "cpu"), True, True], False)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 3), (502, 1, 502), (503, 1, 20), (5000, 1, 600)])

@@ -233,3 +233,24 @@ def test_only_few_modules_know_torchs_elastic_package() -> None:
     for name, path in SOURCES.items():
         if name not in knowing:
             assert "torch.distributed.elastic" not in path.read_text(), name
+
+
+MAKERS = {
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint",
+    "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+}  # fmt: skip
+"""functions of torch that make a tensor on the default device, which a user may set to a GPU"""
+
+
+def test_what_trains_says_on_which_device_it_makes_a_tensor() -> None:
+    """A message on the CPU would become NCCL's under `torch.set_default_device("cuda")`, and pinned memory an error."""
+    found = []
+    for name, path in SOURCES.items():
+        if name.startswith(("elastic_train.tools", "elastic_train.examples")):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MAKERS:
+                is_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+                if is_torch and "device" not in [keyword.arg for keyword in node.keywords]:
+                    found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
