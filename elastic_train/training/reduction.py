@@ -121,8 +121,8 @@ class FastReduction:
         self._world_size = world.world_size
         self._device = device
         self._model = self._module = model
-        self._totals = nn.Parameter(torch.zeros(1 + num_votes, device=device))
-        self._no_votes = torch.zeros(1 + num_votes, device=device)
+        self._totals = nn.Parameter(torch.zeros(1 + num_votes, dtype=torch.float32, device=device))
+        self._no_votes = torch.zeros(1 + num_votes, dtype=torch.float32, device=device)
         self._rides_along = not any(options.values())
         self._options = options
         self._sums = _Sums()

@@ -27,7 +27,7 @@ from elastic_train.rules import Activity
 from elastic_train.tools.bench.reduction_speed import local_world
 from elastic_train.training import evaluation
 from elastic_train.training.group_sockets import GroupSockets
-from elastic_train.training.reduction import FastReduction, Share, zero_gradients
+from elastic_train.training.reduction import FastReduction, Share, StepTotals, zero_gradients
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.step import clip_gradients
 
@@ -330,6 +330,18 @@ def test_alone(name: str) -> None:
 
 def test_alone_a_nan_is_seen() -> None:
     assert math.isnan(run_case(Case([[2, 3]], spoiled=1), 0).losses[0])
+
+
+@pytest.mark.parametrize("votes", [(0, 0), (300, 1)])
+def test_loss_and_votes_have_the_digits_of_float32_whatever_the_default(votes: tuple[int, int]) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        reduction = FastReduction(nn.Linear(1, 1), local_world(0, 1), CPU, num_votes=2)
+        share = [(MicroBatch(0, 1, 0, np.arange(3), 3, is_last=True), torch.ones(3, 1))]
+        totals = reduction.run(share, lambda one, *_: one.weight.float().sum() * 0 + 1 / 3, lambda loss: loss, votes)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert totals == StepTotals(float(torch.tensor(1 / 3)), votes)
 
 
 @pytest.fixture(scope="module")
