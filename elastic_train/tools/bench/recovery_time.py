@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import ElasticTrainError
-from elastic_train.runlog.reader import newest_first
+from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.record import Record
 from elastic_train.tools.bench import table
 from elastic_train.tools.bench.table import BenchRow
@@ -189,7 +189,7 @@ def freeze(cluster: Cluster, victim: Place, peer_timeout: float) -> dict[str, fl
 
 def in_phases(cluster: Cluster, generation: int, total: float) -> dict[str, float]:
     """What those who went on from `generation` in place did in `total` seconds."""
-    worlds = [event for event in all_events(cluster) if event["event"] == "world"]
+    worlds = read_history(cluster.run_dir).of("world")
     pids = {event["pid"] for event in worlds if event["generation"] == generation}
     world = [event for event in worlds if event["generation"] == generation + 1]
     stayed = [event for event in world if event["pid"] in pids]
@@ -207,11 +207,10 @@ def join(cluster: Cluster, place: Place) -> dict[str, float]:
     cluster.start(place)
     first_step = first_step_after(cluster, generation)
     cluster.settle(len(cluster.places), MIN_STEPS, SETTLE_SECONDS)
-    steps = [event for event in all_events(cluster) if event["event"] == "step"]
-    last_step = max(event["time"] for event in steps if event["generation"] == generation)
-    times = sorted(event["time"] for event in steps if event["generation"] == generation + 1)
-    outage = first_step - last_step
-    step = statistics.median(after - before for before, after in itertools.pairwise(times))
+    steps_of = read_history(cluster.run_dir).steps_of
+    outage = first_step - steps_of[generation][-1].time
+    pairs = itertools.pairwise(steps_of[generation + 1])
+    step = statistics.median(after.time - before.time for before, after in pairs)
     return {**in_phases(cluster, generation, outage), "net": max(0.0, outage - step), "step": step}
 
 
@@ -224,8 +223,3 @@ def first_step_after(cluster: Cluster, generation: int) -> float:
         return world.first_step_at if world is not None and world.generation > generation else None
 
     return float(wait_until(first_step, f"step after generation {generation}", SETTLE_SECONDS))
-
-
-def all_events(cluster: Cluster) -> list[dict[str, Any]]:
-    """The newest of every event file."""
-    return [line for path in (cluster.run_dir / "events").glob("*.jsonl") for line in newest_first(path)]

@@ -27,15 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import ElasticTrainError
+from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.bench import table
 from elastic_train.tools.bench.goodput_of_trace import Torchft, start_node, wait_for_world
-from elastic_train.tools.bench.recovery_time import (
-    MIN_STEPS,
-    SETTLE_SECONDS,
-    all_events,
-    first_step_after,
-    training_nodes,
-)
+from elastic_train.tools.bench.recovery_time import MIN_STEPS, SETTLE_SECONDS, first_step_after, training_nodes
 from elastic_train.tools.bench.table import BenchRow, iqr
 from elastic_train.tools.drills.cluster import Cluster, Place
 from elastic_train.tools.drills.nodes import Node, clean_environment, wait_until
@@ -175,7 +170,7 @@ def join(cluster: Cluster, place: Place) -> dict[str, float]:
     announced = node.log.stat().st_mtime
     first_step = first_step_after(cluster, generation)
     pids = {worker.pid for worker in node.workers()}
-    mine = {event["event"]: event for event in all_events(cluster) if event["pid"] in pids}
+    mine = {event["event"]: event for event in read_history(cluster.run_dir).events if event["pid"] in pids}
     if not {"start", "world"} <= mine.keys() or mine["world"]["generation"] != cluster.watch.generation:
         raise ElasticTrainError(f"the newcomer is not in the first world after generation {generation}")
     before, formed = mine["start"]["seconds"], mine["world"]["seconds"]
