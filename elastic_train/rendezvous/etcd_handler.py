@@ -10,6 +10,7 @@ the job's prefix (etcd_job.py):
 
 A round ends when one of its nodes waits for the next, a newcomer waits and there is room, or a node is gone: every
 agent sees that in `num_nodes_waiting` and restarts its workers, as it does under c10d, at no cost in --max-restarts.
+Once one of its agents is through, a newcomer waits until the others are, too.
 A node that leaves closes nothing. Nothing is ever unpickled.
 """
 
@@ -131,6 +132,8 @@ class AgentsHandler(RendezvousHandler):
         self._group: TCPStore | None = None
         self._arrived_for: set[str] = set()
         """dead nodes of the round that the exit barrier does not wait for any more"""
+        self._welcome: frozenset[str] = frozenset()
+        """newcomers that waited while no agent of the round was through"""
         self._why_over: str | None = None
         self._is_ending = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="etcd-lease", daemon=True)
@@ -173,7 +176,8 @@ class AgentsHandler(RendezvousHandler):
         decided = self._mirror.get(f"{self._prefix}/rounds/{self._round}")
         # Who waited for this very round may not have been able to take that back yet.
         again = self._names("waiting", since=decided.create_revision if decided is not None else 0)
-        waiting = [node for node in self._names("waiting") if node in again or node not in self._members]
+        counting = {*again}.intersection(self._members) | self._welcome.difference(self._members)
+        waiting = [node for node in self._names("waiting") if node in counting]
         return num_waiting(self._node, self._members, self._names("nodes"), waiting, self._settings.max_nodes)
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -332,11 +336,27 @@ class AgentsHandler(RendezvousHandler):
                 self._lease.keep()
                 self._mirror.wait_for_known()
                 self._arrive_for_the_dead()
+                self._welcome_newcomers()
             except StoreUnreachable:
                 continue  # num_nodes_waiting() says when that has lasted too long
             except (StoreRefused, LeftOut) as error:
                 self._why_over = str(error)
                 return
+
+    def _welcome_newcomers(self) -> None:
+        """A newcomer ends the round, unless an agent of it is through, which comes to no other: it waits in torchrun's
+        exit barrier for the rest, who would wait in the next round for it."""
+        server, members, number = self._group, self._members, self._round
+        newcomers = frozenset(self._names("waiting")).difference(members)
+        if server is None or not newcomers:
+            self._welcome = frozenset()
+            return
+        with suppress(RuntimeError):  # its server is gone, or freezes: then so is a node, which counts by itself
+            # A connection of its own, and a short one: this thread keeps the leases.
+            brief = timedelta(seconds=min(1.0, self._seconds.lease / 4))
+            store = TCPStore(server.host, server.port, is_master=False, wait_for_workers=False, timeout=brief)
+            is_one_through = store.add(exit_barrier_keys(self.get_run_id(), number)[0], 0) > 0
+            self._welcome = frozenset() if is_one_through else newcomers
 
     def _arrive_for_the_dead(self) -> None:
         """Let nobody wait 300 s in torchrun's exit barrier for a node that is gone; the first that lives does it.

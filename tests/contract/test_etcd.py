@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from elastic_train.elastic.barriers import Barriers, Surroundings, Waits
 from elastic_train.errors import LeftOut, Stopped, StoreRefused, StoreUnreachable
@@ -25,6 +27,7 @@ from elastic_train.rendezvous import etcd_job, etcd_members
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_connections import Connections, import_etcd3
 from elastic_train.rendezvous.etcd_errors import LeaseLost
+from elastic_train.rendezvous.etcd_handler import AgentSeconds, AgentsHandler, exit_barrier_keys
 from elastic_train.rendezvous.etcd_job import REFUSED_SECONDS, JobEntry, delete_job, open_job
 from elastic_train.rendezvous.etcd_members import CLOSE_SECONDS, EtcdJob
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
@@ -485,6 +488,40 @@ def test_who_was_suspended_looks_again_before_it_takes_a_job_away(
     monkeypatch.setattr(etcd_job, "time", SimpleNamespace(sleep=suspended, monotonic=time.monotonic))
     assert open_it(etcd, trio, "three") == living
     delete_job(etcd, living)
+
+
+def make_agent(cluster: OwnEtcd, run_id: str) -> AgentsHandler:
+    settings = cluster.settings(min_nodes=1, max_nodes=4, last_call=2.0)
+    parameters = RendezvousParameters("etcd3", "unused", run_id, 1, 4, local_addr="127.0.0.1")
+    return AgentsHandler(parameters, settings, AgentSeconds(lease=10.0, join_timeout=PATIENCE, read_timeout=PATIENCE))
+
+
+@pytest.mark.parametrize("is_one_through", [False, True])
+def test_a_newcomer_restarts_nobody_once_one_agent_is_through(trio: OwnEtcd, is_one_through: bool) -> None:
+    """It comes to no other round: whoever went there would wait until torchrun's exit barrier gives up."""
+    with ThreadPoolExecutor(3) as threads:
+        agents = [make_agent(trio, "late") for _ in range(3)]
+        found = [found.result(PATIENCE) for found in [threads.submit(agent.next_rendezvous) for agent in agents[:2]]]
+        try:
+            assert [info.world_size for info in found] == [2, 2]
+            if is_one_through:
+                barrier = exit_barrier_keys("late", 0)[0].partition("/")[2]
+                found[0].store.add(barrier, 1)  # as torch/distributed/elastic/utils/store.py
+            newcomer = threads.submit(agents[2].next_rendezvous)
+            wait_until(lambda: agents[0]._names("waiting"), "a newcomer", PATIENCE)
+            if is_one_through:
+                until = time.monotonic() + 4.0
+                while time.monotonic() < until:
+                    assert [agent.num_nodes_waiting() for agent in agents[:2]] == [0, 0]
+                    time.sleep(0.05)
+            else:
+                for agent in agents[:2]:
+                    wait_until(agent.num_nodes_waiting, "the end of the round", PATIENCE)
+        finally:
+            for agent in agents[:2]:
+                agent.shutdown()
+        assert newcomer.result(PATIENCE).world_size == 1
+        agents[2].shutdown()
 
 
 AGENT_OF_ONE = """
