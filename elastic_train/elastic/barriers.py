@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from elastic_train.errors import FormationFailed, LeftOut, ReturnedAlone, StoreUnreachable
+from elastic_train.errors import FormationFailed, ReturnedAlone, StoreUnreachable
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.liveness import Watcher
-from elastic_train.protocol.store import SharedStore
 from elastic_train.rules import Activity
 from elastic_train.world import Reach, World
 
@@ -20,8 +19,6 @@ READY_POLL_SECONDS = 0.00005
 """the same for each member of a world while all of them ask rank 0, which answers some 20,000 times a second"""
 SPARE_POLL_SECONDS = 0.01
 """between two looks of a spare; a part of what a recovery takes that waits for it"""
-NOBODY_THERE = (StoreUnreachable, LeftOut)
-"""of a worker that is through: it is so all the same. A new start takes a job away as soon as its rank 0 is through"""
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ class Barriers:
 
     def is_begun(self, world: World) -> bool:
         """Whether a member that needs no more nodes, for its training is through, goes on in `world`, or has."""
-        with suppress(*NOBODY_THERE):  # who lives is for the watcher to tell
+        with suppress(StoreUnreachable):  # who lives is for the watcher to tell
             is_over = self._job.heard(world, "finished") is not None
             return is_over or len(self._job.not_ready(world)) < world.world_size
         return False
@@ -120,9 +117,6 @@ class Barriers:
         """
         while True:
             self._watcher.thread.check()
-            if self._watcher.store_silence.is_too_long:  # what is read below may be a copy
-                expect_answer(self._job, self._watcher)
-            # The watcher breaks the world off, too, where the store is gone and a peer with it.
             is_broken = self._watcher.reason is not None
             finished = self._job.heard(world, "finished")  # after it: who finished and went looks lost
             if finished is not None or is_broken:
@@ -132,7 +126,7 @@ class Barriers:
 
     def announce_finished(self, world: World, result: str) -> None:
         """Tell the spares of the present world that the run is through, and with what."""
-        with suppress(*NOBODY_THERE):
+        with suppress(StoreUnreachable):
             self._job.announce(world, "finished", result)
 
     def end_together(self, world: World) -> None:
@@ -145,8 +139,8 @@ class Barriers:
             gone = (self._watcher.contacts.is_refused(world.members[rank]) for rank in missing)
             return self._around.monotonic() >= deadline or (world.rank == 0 and all(gone))
 
-        with suppress(*NOBODY_THERE):  # then rank 0 has seen all, and is gone
-            self._meet_at_rank_0(self._job.parting_store(world), world, "through", is_over)
+        with suppress(StoreUnreachable):  # then rank 0 has seen all, and is gone
+            self._meet_at_rank_0(world, "through", is_over)
 
     def return_together(self, world: World, step: int, *, is_end: bool) -> None:
         """The training function has returned here: wait until it has on all ranks, before any collective of ours would
@@ -175,13 +169,11 @@ class Barriers:
 
         try:
             store, key = self._job.world_store(world), f"{self._job.world_key(world)}/returned"
-            self._meet_at_rank_0(store, world, "returned", is_over)
+            self._meet_at_rank_0(world, "returned", is_over)
         except StoreUnreachable as error:
             raise no_answer(world) from error
 
-    def _meet_at_rank_0(
-        self, store: SharedStore, world: World, name: str, is_over: Callable[[Sequence[int]], bool]
-    ) -> None:
+    def _meet_at_rank_0(self, world: World, name: str, is_over: Callable[[Sequence[int]], bool]) -> None:
         """Until all who train have come here, or `is_over` says so, which is asked between two looks.
 
         Args:
@@ -189,7 +181,7 @@ class Barriers:
 
         Raises: StoreUnreachable. What `is_over` raises.
         """
-        key = f"{self._job.world_key(world)}/{name}"
+        store, key = self._job.world_store(world), f"{self._job.world_key(world)}/{name}"
         store.put(f"{key}/{world.rank}", "")
         others = {f"{key}/{rank}": rank for rank in range(world.world_size) if rank != world.rank}
         missing = others if world.rank == 0 else {f"{key}/all": 0}
@@ -218,15 +210,8 @@ class Barriers:
     def finish(self, world: World) -> None:
         """At the end of training: tell those in the join queue."""
         if world.rank == 0:
-            with suppress(*NOBODY_THERE):
+            with suppress(StoreUnreachable):
                 self._job.finish(world)
-
-
-def expect_answer(job: Job, watcher: Watcher) -> None:
-    """Ask a store that all need, and that the watcher finds silent. Raises: StoreUnreachable."""
-    if watcher.store_silence.is_felt:
-        job.expect_answer(watcher.store_silence.awake.seconds)
-        watcher.store_silence.note_answer()
 
 
 def require_whole(watcher: Watcher, before: str = "the process group was made") -> None:

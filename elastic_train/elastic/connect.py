@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from elastic_train.elastic.background import BackgroundThreads
 from elastic_train.elastic.barriers import Surroundings, Waits
+from elastic_train.elastic.claims import Bounded
 from elastic_train.elastic.formed_group import FormedGroup, form, form_timeout
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.stuck import StuckThread
@@ -26,7 +27,6 @@ from elastic_train.protocol.addresses import address_towards, address_towards_an
 from elastic_train.protocol.arbiter import Arbiter
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.protocol.heartbeat import Pace
-from elastic_train.protocol.job import Job
 from elastic_train.protocol.join_queue import Finder, Size, address_of, stores_by_node
 from elastic_train.protocol.launcher import Launcher
 from elastic_train.protocol.links import Links
@@ -36,7 +36,6 @@ from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.probes import PROBE_SECONDS, Probe, probe_all, refusing
 from elastic_train.protocol.signposts import Signposts, reach
 from elastic_train.protocol.store import TorchStore, connect
-from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.launch import Launch, max_nodes_of
 from elastic_train.runlog.reader import read_json
 from elastic_train.stopping import StopSignal
@@ -93,7 +92,7 @@ class Applicant:
     """where this process was another member before"""
     goes_on: bool = False
     arbiter: Arbiter | None = None
-    """both as `PeerJob`'s; without effect but under c10d"""
+    """both as `PeerJob`'s; without effect but under c10d, for etcd is an arbiter by itself"""
     reach: Reach = Surroundings.reach
     """as `Surroundings`'s"""
 
@@ -120,13 +119,8 @@ def connect_worker(applicant: Applicant) -> Membership:
     """
     launch, waits = applicant.launch, applicant.waits
     own = open_endpoints(applicant)
-    other_sides: OtherSides | None = None
-    finder: Finder | None = None
-    if launch.etcd is not None:
-        job: Job = etcd_job(applicant, launch.etcd, own)
-    else:
-        finder = finder_of(launch, waits, applicant.run_dir, applicant.stop, applicant.back)
-        job, other_sides = peer_job(applicant, own, finder)
+    finder, arbiter = place_of(applicant, own)
+    job, other_sides = peer_job(applicant, own, finder, arbiter)
     watcher = watcher_of(applicant, own, lambda: membership)
     begin_timeout, too_late = begin_limit(applicant)
     membership = Membership(
@@ -168,7 +162,7 @@ def connect_worker(applicant: Applicant) -> Membership:
 
 def watcher_of(applicant: Applicant, own: Endpoints, membership: Callable[[], Membership]) -> Watcher:
     """Not yet started."""
-    launch, waits = applicant.launch, applicant.waits
+    waits = applicant.waits
 
     def tend(world: World | None, is_spokesman: bool) -> None:
         line = stuck.look(world)
@@ -186,8 +180,6 @@ def watcher_of(applicant: Applicant, own: Endpoints, membership: Callable[[], Me
         waits.peer_timeout,
         cut,
         tend,
-        store_grace=None if launch.etcd is None else launch.etcd.grace,
-        warn=applicant.warn,
         give_up=lambda why: membership().give_up(why, applicant.warn),
         pace=Pace(waits.peer_timeout, waits.stall_timeout, waits.formation_timeout),
     )
@@ -208,36 +200,57 @@ def open_endpoints(applicant: Applicant) -> Endpoints:
     return Endpoints(uid, host, links, server, GroupSockets(spared_port=server.address[1]), around)
 
 
-def etcd_job(applicant: Applicant, settings: EtcdSettings, own: Endpoints) -> Job:
-    """The job in etcd. Blocks until etcd answers, and raises as `connect_worker`."""
-    from elastic_train.rendezvous.etcd_members import EtcdJob  # and with it gRPC
+def place_of(applicant: Applicant, own: Endpoints) -> tuple[Finder, Arbiter | None]:
+    """Where this worker's job is to be found, and who says which side of it goes on. Blocks, and raises, as
+    `connect_worker`."""
+    launch, waits, back = applicant.launch, applicant.waits, applicant.back
+    known = () if back is None else back.stores
 
-    return EtcdJob(
-        settings,
-        applicant.launch.run_id,
-        uid=own.uid,
-        peer_timeout=applicant.waits.peer_timeout,
-        max_world_size=applicant.max_world_size,
-        check=applicant.stop.check,
-        log=applicant.log,
-        refused=refusing,
-        draw_uid=own.around.draw_uid,
-    )
+    def earlier() -> list[Address]:
+        return [*known, *read_members(applicant.run_dir, launch.run_id)]
+
+    if launch.etcd is not None:
+        from elastic_train.rendezvous.etcd_finder import EtcdFinder  # and with it gRPC
+
+        finder = EtcdFinder(
+            launch.etcd,
+            launch.run_id,
+            uid=own.uid,
+            address=own.server.address,
+            lease=max(launch.etcd.grace, waits.peer_timeout),
+            check=applicant.stop.check,
+            log=applicant.log,
+            warn=applicant.warn,
+            earlier=earlier,
+        )
+        return finder, Bounded(finder.arbiter())
+    if launch.c10d is not None:
+        signposts = Signposts(
+            [split_endpoint(endpoint) for endpoint in launch.c10d.endpoints],
+            launch.run_id,
+            is_host=launch.c10d.is_host,
+            timeout=launch.c10d.join_timeout if back is None else back.seconds_left(),
+            earlier=earlier,
+        )
+        return signposts, applicant.arbiter
+    return launcher_of(launch, waits, applicant.stop), None
 
 
-def peer_job(applicant: Applicant, own: Endpoints, finder: Finder) -> tuple[PeerJob, OtherSides | None]:
+def peer_job(
+    applicant: Applicant, own: Endpoints, finder: Finder, arbiter: Arbiter | None
+) -> tuple[PeerJob, OtherSides | None]:
     """The job in its members' own stores, and what looks for other sides of the run, where nodes may join."""
     launch, around = applicant.launch, own.around
     store = TorchStore(own.server.store, timedelta(seconds=OWN_SECONDS))
     other_sides: OtherSides | None = None
-    if launch.c10d is not None:
+    if launch.is_open:
         other_sides = OtherSides(
             store,
             reach,
             finder,
             uid=own.uid,
             run_id=launch.run_id,
-            may_branch=applicant.goes_on,
+            may_branch=applicant.goes_on and launch.c10d is not None,
             in_background=lambda task: around.start("other-sides", task),
         )
     job = PeerJob(
@@ -253,7 +266,7 @@ def peer_job(applicant: Applicant, own: Endpoints, finder: Finder) -> tuple[Peer
         refused=refusing,
         draw_uid=around.draw_uid,
         clock=time.monotonic,
-        arbiter=None if launch.c10d is None else applicant.arbiter,
+        arbiter=arbiter,
         in_background=lambda task: around.start("ahead", task),
         goes_on=other_sides is not None and other_sides.may_branch,
     )
@@ -291,25 +304,15 @@ def answering(members: tuple[Member, ...], peer_timeout: float = math.inf) -> tu
 
 
 def size_of(launch: Launch) -> Size:
-    if launch.c10d is None:
+    settings = launch.c10d or launch.etcd
+    if settings is None:
         return Size(1, launch.num_nodes, 0.0, fixed=launch.world_size)
-    settings = launch.c10d
-    return Size(settings.min_nodes, settings.max_nodes, settings.last_call, settings.join_timeout)
+    join_timeout = math.inf if launch.c10d is None else launch.c10d.join_timeout
+    return Size(settings.min_nodes, settings.max_nodes, settings.last_call, join_timeout)
 
 
-def finder_of(
-    launch: Launch, waits: Waits, run_dir: Path | None, stop: StopSignal, back: Return | None = None
-) -> Finder:
-    """Where this worker's job is to be found. Blocks where MASTER_ADDR's store is awaited."""
-    if launch.c10d is not None:
-        known = () if back is None else back.stores
-        return Signposts(
-            [split_endpoint(endpoint) for endpoint in launch.c10d.endpoints],
-            launch.run_id,
-            is_host=launch.c10d.is_host,
-            timeout=launch.c10d.join_timeout if back is None else back.seconds_left(),
-            earlier=lambda: (*known, *read_members(run_dir, launch.run_id)),
-        )
+def launcher_of(launch: Launch, waits: Waits, stop: StopSignal) -> Launcher:
+    """Where the job of a fixed world is to be found. Blocks where MASTER_ADDR's store is awaited."""
     start = f"step-{launch.step}/restart-{launch.restart_count}"
     if launch.world_size == 1 or launch.master is None:
         return Launcher(None, rank=launch.rank, start=start)

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from elastic_train.branches import Position, describe, id_of, parting_step
-from elastic_train.elastic.barriers import NOBODY_THERE
 from elastic_train.elastic.connect import Return
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.process_group import set_group_timeout
@@ -22,7 +21,6 @@ from elastic_train.elastic.trainer import Trainer
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import (
     ElasticTrainError,
-    LeftOut,
     NewerGeneration,
     OwnershipLost,
     StoreUnreachable,
@@ -69,7 +67,7 @@ class Exits:
         self._files.leave_bucket(world)
         if world.num_spares:
             self._membership.barriers.announce_finished(world, data.decode())
-        leave_world(self._membership)  # who is through goes now, and is not missed
+        self._membership.watcher.leave()  # who is through goes now, and is not missed
         self._membership.barriers.finish(world)
         self._membership.barriers.end_together(world)
         worker.reach("exit", world)
@@ -94,7 +92,7 @@ class Exits:
 
     def finish_as_spare(self, world: World, result: str) -> int:
         """The others have trained to the end: leave the same result.json, where this node's run directory lacks it."""
-        leave_world(self._membership)
+        self._membership.watcher.leave()
         if world.is_directory_leader:
             save_result(self._worker, result.encode())
         self._worker.reporter.events.write("done", outcome="finished")
@@ -139,7 +137,7 @@ class Exits:
         self._files.leave_bucket_between_worlds(world)
         code = self._say_stopped(time.monotonic() - started)
         if not world.is_first_of_node:
-            with suppress(*NOBODY_THERE):  # else the others, who may go on, wait for it as well
+            with suppress(StoreUnreachable):  # else the others, who may go on, wait for it as well
                 self._membership.leave(world, "stopped")
             self._stay_while_first_saves(world)
         return code
@@ -230,7 +228,7 @@ class Exits:
             before: what it came back with the last time.
         """
         worker, membership, state = self._worker, self._membership, self._worker.state
-        leave_world(membership)
+        membership.watcher.leave()
         membership.job.stand_down()  # before what may take its time
         saved = self._save_before_return(world) if world is not None and has_state else ""
         discarded: dict[str, Any] = {}
@@ -308,13 +306,6 @@ class Exits:
 
     def _describe_saved(self, advice: str) -> str:
         return f"the state of step {self._worker.state.step} is saved, {advice}"
-
-
-def leave_world(membership: Membership) -> None:
-    """Also where the watcher is the one that has found out that this worker's job is taken away, or goes on without it:
-    a new start takes it away as soon as rank 0 is through."""
-    with suppress(LeftOut):
-        membership.watcher.leave()
 
 
 @contextmanager

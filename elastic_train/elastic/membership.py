@@ -1,8 +1,8 @@
 """One worker's part in the membership of its job: it finds the job, agrees with the others, watches them, and leaves.
 
-One class for every way in which workers meet. What they share is behind `protocol.job.Job`: stores of the members
-themselves under c10d and in fixed worlds, etcd, or memory. Nothing here connects anywhere; the job, the pings, clock,
-sleep and randomness are arguments, so that the simulator in tests/ drives this very code.
+One class for every way in which workers meet. What they share, in stores of their own, is behind `protocol.job.Job`.
+Nothing here connects anywhere; the job, the pings, clock, sleep and randomness are arguments, so that the simulator in
+tests/ drives this very code.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class OwnSide:
     reference.
 
     Args:
-        other_sides: looks for other sides; None where nobody joins, or one store decides.
+        other_sides: looks for other sides; None where nobody joins.
         facts: what the job has agreed on, as far as this member knows; it grows.
     """
 

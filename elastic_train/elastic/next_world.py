@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from elastic_train.branches import Branches
-from elastic_train.elastic.barriers import Surroundings, Waits, expect_answer
+from elastic_train.elastic.barriers import Surroundings, Waits
 from elastic_train.errors import FormationFailed, JobFailed, LeftOut, StoreUnreachable
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, Fatal, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.heartbeat import AwakeTime
@@ -170,7 +170,6 @@ class Survivors:
         Raises:
             LeftOut, Superseded, Stopped, FormationFailed, StoreUnreachable: as `Membership.next_world`; JobFailed.
         """
-        expect_answer(self._job, self._watcher)
         found = self._agree(world, has_formed, started)
         if isinstance(found, Fatal):
             raise JobFailed(found.why)
@@ -215,8 +214,6 @@ class Survivors:
                 proposer = found.ranks[0] if found.ranks else None
                 if self._watcher.is_anybody_at_work(world, proposer, limit / 2):
                     counted_from = now
-            if self._watcher.store_silence.is_felt:  # who has come meanwhile cannot say so
-                counted_from = now
             if found.votes or now - started > 2 * self._limits.peer_timeout:
                 self._check()  # not before: the others may decide a world with this member, which then leaves by vote
             if found.votes:  # they may come back: nothing but their silence counts against them from now on

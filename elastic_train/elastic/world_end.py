@@ -41,9 +41,7 @@ def votes_of(worker: Worker, membership: Membership) -> Votes:
     """What this rank contributes to the decisions of the step in hand."""
     membership.note_reduction()
     told_to_stop, leaving = worker.stop.votes()
-    # Where no peer is lost a vote ends the world: gloo may never end a collective that is cut while all work on it.
-    is_cut_off = membership.watcher.store_silence.is_too_long
-    return Votes(told_to_stop, leaving or int(is_cut_off), membership.joins.vote())
+    return Votes(told_to_stop, leaving, membership.joins.vote())
 
 
 class StepObserver:
@@ -224,8 +222,7 @@ def wait_for_nodes(
         Whether some are. Else this world is begun as it is, by a member that was ahead by the last step.
 
     Raises:
-        Stopped: as `check`. FormationFailed: none came before the deadline. What ended the watcher's thread: LeftOut
-            where the job is over, or was taken over.
+        Stopped: as `check`. FormationFailed: none came before the deadline. What ended the watcher's thread.
     """
     membership.watcher.expect(world)  # what ended the world before is over; its rank 0 can be found
     while True:

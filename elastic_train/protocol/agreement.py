@@ -26,7 +26,6 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
-from elastic_train.errors import FormationFailed
 from elastic_train.protocol.job import Denied, Job, KnownMembers
 from elastic_train.rules import next_generation, next_members
 from elastic_train.world import Member, Reach, World, from_json, from_runs, to_json, to_runs, value_of
@@ -110,38 +109,6 @@ class Decision:
         members = self.members_after(world)
         uids = [member.uid for member in members]
         return World(uids.index(uid), self.generation, members, max_world_size, self.uid) if uid in uids else None
-
-
-@dataclass(frozen=True)
-class Standing:
-    """Where a job stands, by its decisions."""
-
-    key: str = "start"
-    """of the world that stands, or is about to"""
-    generation: int | None = None
-    """None before the first world"""
-    members: tuple[Member, ...] = ()
-    facts: Mapping[str, str] | None = None
-    uid: str = ""
-    num_old: int = 0
-    """how many of the members were in the world before; they come first"""
-
-    def follow(self, text_of: Callable[[str], str | None]) -> Standing:
-        """Where it stands when every decision so far is read. Raises: FormationFailed where they contradict."""
-        stands = self
-        while (text := text_of(f"{stands.key}/next")) is not None:
-            decision = Decision.from_json(text)
-            before = World(0, stands.generation or 0, stands.members) if stands.members else None
-            if stands.generation is not None and decision.generation <= stands.generation:
-                raise FormationFailed(
-                    f"generation {decision.generation} follows {stands.generation} in the store: please report this, "
-                    "and give another --rdzv-id"
-                )
-            members = decision.members_after(before)
-            world = World(0, decision.generation, members, None, decision.uid)
-            num_old = len(decision.ranks)
-            stands = Standing(world.key, decision.generation, members, decision.facts, decision.uid, num_old)
-        return stands
 
 
 # --- what a look finds ------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
-"""What the workers of one job share, whatever keeps it: the interface that membership speaks.
+"""What the workers of one job share: the interface that membership speaks, and `peers.PeerJob` keeps.
 
-Two forms stand behind it. `peers.PeerJob`: every member serves a store of its own, and a decision stands when enough
-of them have accepted it (laws.py). `central.CentralJob`: one store that decides by itself, which is etcd, or memory.
 Values are text. Every call answers at once or raises StoreUnreachable; none waits for others.
 """
 
@@ -89,9 +87,6 @@ class Job(Protocol):
 
     def where(self) -> str:
         """Where `find` looks, for a person."""
-
-    def expect_answer(self, silence: float) -> None:
-        """A store that all need has not answered the watcher for so many seconds awake. Raises: StoreUnreachable."""
 
     def create_fact(self, name: str, proposal: str) -> str:
         """The first value that was ever proposed under a name, ours or an earlier one."""
@@ -198,10 +193,6 @@ class Job(Protocol):
     def world_store(self, world: World) -> SharedStore:
         """A store for what all members of a world share while it stands. Raises: StoreUnreachable."""
 
-    def parting_store(self, world: World) -> SharedStore:
-        """The same for a worker that is through: no call waits for long, nor ends by a stop. Raises:
-        StoreUnreachable."""
-
     def world_key(self, world: World) -> str:
         """Prefix of the world's keys in `world_store`."""
 
@@ -211,9 +202,6 @@ class Job(Protocol):
         Args:
             answered: seconds since this member last answered a ping of each uid.
         """
-
-    def is_left_behind(self, world: World) -> bool:
-        """Whether others have gone on from `world` without this member, its rank 0, as `tend` has seen. At once."""
 
     # --- its thread and its end ---------------------------------------------------------------------------------------
 

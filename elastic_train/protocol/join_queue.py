@@ -119,7 +119,8 @@ class Finder(Protocol):
     """Finds the job, or the place where it begins; and keeps the signs by which others do."""
 
     def is_beginner(self) -> bool:
-        """Whether this process may begin a job: it alone serves the first endpoint."""
+        """Whether this process may begin a job, and no other one: it serves the first endpoint, or has said so first
+        where no job is known."""
 
     def addresses(self) -> Sequence[Address]:
         """Stores of members of the job, or of the host of its beginning. May block for a short timeout.
@@ -266,8 +267,8 @@ class Entrance:
                 is_host = False
             if not is_host:
                 self.forget_host()
-            elif self._beginner_since is not None:
-                self._find_other()  # a running job has called
+            elif self._beginner_since is not None and not self._find_other() and not self._finder.is_beginner():
+                self.forget_host()  # a running job has called, and cannot be reached
         if not self.find():
             return f"waiting for the job at {self._finder.describe()}"
         self._enqueue(mine)

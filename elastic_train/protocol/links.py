@@ -351,10 +351,6 @@ class Links:
             matters |= key.data()
         return matters
 
-    def note_awake(self) -> None:
-        """Its thread was at something else since the last `turn`, and not suspended."""
-        self._awake.restart()
-
     def _excuse_suspension(self) -> None:
         """Nobody was silent while this process was suspended, or starved."""
         if self._awake.look() > 0:

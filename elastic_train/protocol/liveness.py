@@ -14,82 +14,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.contacts import Blame, Contacts, Judge, Pings
-from elastic_train.protocol.heartbeat import AwakeTime, OwnHeartbeat, Pace, head_of
+from elastic_train.protocol.heartbeat import OwnHeartbeat, Pace, head_of
 from elastic_train.protocol.neighbours import STANDARD, Topology
 from elastic_train.rules import Activity
 from elastic_train.world import World
 
 TEND_SECONDS = 0.5
 """between two rounds of background tasks"""
-WARN_SECONDS = 5.0
-"""of a store's silence before anybody is told"""
-
-
-class StoreSilence:
-    """For how long the job's store has been silent, and whether that ends the world.
-
-    The training thread and the watcher's note its answers, under a lock of its own; the watcher's alone notes that
-    there was none.
-
-    Args:
-        grace: seconds that a store which all members need may be away before the world ends; None where there is no
-            such store.
-        warn: told once when the store is away, and once when it is back, while training goes on.
-    """
-
-    def __init__(
-        self, grace: float | None, pace: Pace, warn: Callable[[str], None], monotonic: Callable[[], float]
-    ) -> None:
-        self._grace, self._pace, self._warn, self._monotonic = grace, pace, warn, monotonic
-        self._has_warned = False
-        self._last_answer = monotonic()
-        self.awake = AwakeTime(monotonic)
-        """since the store last answered: in so much of that time it could have answered this process"""
-        self._lock = threading.Lock()
-        self.is_too_long = False
-        """whether the store has been away for so long that the world is to end, which it does at a step boundary"""
-
-    @property
-    def seconds(self) -> float:
-        """Since the store last answered."""
-        return self._monotonic() - self._last_answer
-
-    @property
-    def is_felt(self) -> bool:
-        """Whether the store has missed some of this member's background tasks."""
-        return self._grace is not None and self.seconds > 2.5
-
-    def note_answer(self) -> None:
-        """The store has answered, on either thread."""
-        with self._lock:
-            self.is_too_long = False
-            silence, self._last_answer = self.seconds, self._monotonic()
-            self.awake.restart()
-            has_warned, self._has_warned = self._has_warned, False
-        if has_warned:
-            self._warn(f"the store answers again, after {silence:.0f} s")
-
-    def note_none(self, error: StoreUnreachable, world: World | None) -> bool:
-        """The store has not answered, in this world. Returns whether not even the step in hand can end any more."""
-        grace = self._grace
-        if grace is None:
-            return False
-        if world is not None and self.seconds > WARN_SECONDS and not self._has_warned:
-            self._has_warned = True
-            self._warn(
-                f"{error}; training goes on for up to {grace:.0f} s without it, but nobody can join, and a lost member "
-                "cannot be replaced"
-            )
-        with self._lock:  # the training thread may have an answer at this moment
-            # The step in hand still goes on, others may be about to take over, however long this process was suspended.
-            ahead = min(self._pace.slowest_step, grace / 2)
-            self.is_too_long = world is not None and self.seconds + ahead > grace
-        # A lone worker waits for nobody, however long its step takes.
-        is_lost = self.awake.seconds > grace + self._pace.step_limit
-        return world is not None and is_lost and (world.world_size > 1 or world.is_spare)
 
 
 class WatcherThread:
@@ -166,7 +101,6 @@ class Watcher:
         cut: closes the sockets of the present process group, from the watcher's thread.
         tend: background tasks, about once a second, with the world and whether this is its rank 0; may raise
             StoreUnreachable.
-        store_grace: as StoreSilence has it, like `warn`.
         give_up: ends the process, where the training thread still waits for a collective of a broken world after all
             the time that a step may take: gloo can lose the end of what was under way (collectives.py). Or where it
             does anything else there for as long as nothing takes (`Pace.last_limit`).
@@ -181,8 +115,6 @@ class Watcher:
         cut: Callable[[], None],
         tend: Callable[[World | None, bool], None],
         monotonic: Callable[[], float] = time.monotonic,
-        store_grace: float | None = None,
-        warn: Callable[[str], None] = lambda _message: None,
         give_up: Callable[[str], None] = lambda _message: None,
         topology: Topology = STANDARD,
         interval: float | None = None,
@@ -195,8 +127,7 @@ class Watcher:
         self.own = OwnHeartbeat(self.pace, monotonic)
         self.contacts = Contacts(links, topology, peer_timeout, self._interval, monotonic)
         self._judge = Judge(self.contacts, self.own, peer_timeout, monotonic)
-        self.store_silence = StoreSilence(store_grace, self.pace, warn, monotonic)
-        self._cut, self._tend, self._give_up, self._longest_tend = cut, tend, give_up, peer_timeout / 2
+        self._cut, self._tend, self._give_up = cut, tend, give_up
         self._broken_at: float | None = None
         self._has_given_up = False
         self._world: World | None = None
@@ -320,18 +251,10 @@ class Watcher:
         with self._lock:
             self.links.announce(self._status())
         self._look()
-        if (began := self._monotonic()) >= self._next_tend:
-            self._next_tend = began + TEND_SECONDS
-            try:
+        if self._monotonic() >= self._next_tend:
+            self._next_tend = self._monotonic() + TEND_SECONDS
+            with suppress(StoreUnreachable):  # the next round asks again
                 self._tend(self._world, self.is_spokesman)
-                self.store_silence.note_answer()
-            except StoreUnreachable as error:
-                world = self._world
-                if self.store_silence.note_none(error, world) and world is not None:
-                    self.reason = str(error)  # no step has ended since: a peer may be gone as well
-                    self._break_off(world, Blame({}))
-            if self._monotonic() - began < self._longest_tend:  # else a store that is away would excuse all silence
-                self.links.note_awake()
         self._end_if_stuck()
 
     def _status(self) -> str:

@@ -176,9 +176,6 @@ class PeerJob:
     def where(self) -> str:
         return self._finder.describe()
 
-    def expect_answer(self, silence: float) -> None:
-        """There is no such store."""
-
     def find(self) -> bool:
         return self._entrance.find()
 
@@ -308,17 +305,12 @@ class PeerJob:
     def world_store(self, world: World) -> KeyValueStore:
         return self._clients.of_first(world)
 
-    parting_store = world_store
-
     def world_key(self, world: World) -> str:
         return world.key
 
     def seconds_to_wait(self, world: World, answered: Mapping[str, float]) -> float:
         left_out = self._known.left_out(world)
         return max((self._peer_timeout - answered.get(uid, math.inf) for uid in left_out), default=0.0)
-
-    def is_left_behind(self, world: World) -> bool:
-        return False  # it takes votes of its members, who break it off
 
     # --- its thread and its end ---------------------------------------------------------------------------------------
 

@@ -66,15 +66,6 @@ class OwnStore(KeyValueStore, Protocol):
         """All of them."""
 
 
-class ListingStore(SharedStore, Protocol):
-    """One that all members of a job share, which can list what is in a part of it."""
-
-    def below(self, prefix: str) -> dict[str, str]:
-        """Keys that begin with `prefix`, and their values."""
-
-    def delete_prefix(self, prefix: str) -> None: ...
-
-
 class TorchStore:
     """A `torch.distributed` store: the TCPStore of torchrun's rendezvous, or an in-process one.
 
@@ -170,22 +161,6 @@ class TorchStore:
         if isinstance(self._raw, TCPStore):
             self._why_lost = f"the rendezvous store does not answer: {first_line(error)}"
         return StoreUnreachable(f"the rendezvous store does not answer: {first_line(error)}")
-
-
-class Below:
-    """The part of a store below a prefix: what `Job.beside` gives where one store serves all."""
-
-    def __init__(self, store: Notes, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
-
-    def get(self, key: str) -> str | None:
-        return self._store.get(self._prefix + key)
-
-    def get_many(self, keys: Sequence[str]) -> list[str | None]:
-        return self._store.get_many([self._prefix + key for key in keys])
-
-    def put(self, key: str, value: str) -> None:
-        self._store.put(self._prefix + key, value)
 
 
 def connect(make: Callable[[], Store]) -> queue.SimpleQueue[Store | RuntimeError]:

@@ -93,9 +93,10 @@ class Etcd:
             found += [entries[0] if entries else None for entries in outcome.entries]
         return found
 
-    def below(self, prefix: str) -> tuple[list[Entry], int]:
-        """(all entries whose key begins with `prefix`, the revision at which they stood)."""
-        request = self._rpc.RangeRequest(key=prefix.encode(), range_end=end_of(prefix))
+    def below(self, prefix: str, *, keys_only: bool = False) -> tuple[list[Entry], int]:
+        """(all entries whose key begins with `prefix`, without their values if asked so; the revision at which they
+        stood)."""
+        request = self._rpc.RangeRequest(key=prefix.encode(), range_end=end_of(prefix), keys_only=keys_only)
         response = self._call(lambda client: client.kvstub.Range, request)
         return [entry_of(entry) for entry in response.kvs], response.header.revision
 

@@ -114,9 +114,7 @@ class AgentsHandler(RendezvousHandler):
         self._connections = Connections(settings)
         etcd = Etcd(self._connections, deadline=settings.grace)
         try:
-            self._job = open_job(  # nobody is to be asked whether to give up: torchrun raises an exception here
-                etcd, settings, parameters.run_id, peer_timeout=seconds.lease, check=lambda: None, log=print
-            )
+            self._job = open_job(etcd, settings, parameters.run_id)
         except (StoreUnreachable, StoreRefused) as error:
             raise RendezvousConnectionError(str(error)) from error
         prefix = self._prefix = self._job.prefix

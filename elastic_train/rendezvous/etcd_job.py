@@ -1,9 +1,10 @@
-"""One job in etcd, from its first worker to its last: its key, its lease, and how it is taken over when all are dead.
+"""One job in etcd, from its first worker to its last: its key, and its lease.
 
 `<prefix>/<run id>/job` names the job that has the run id now: a token, below which all its keys are, and the lease
-that they are put under. Every worker keeps the lease alive; when the last one is gone it runs out and leaves nothing.
-Nothing is written unless the key is still the one that its writer knows (the guard of etcd_store.py). Where torchrun's
-agents meet in it (etcd_handler.py), each has a lease of its own, too.
+that they are put under. Everybody in it keeps the lease alive; when the last one is gone it runs out and leaves
+nothing. Nothing is written unless the key is still the one that its writer knows (the guard of etcd_store.py). Each
+worker (etcd_finder.py), and each of torchrun's agents where those meet in it (etcd_handler.py), has a lease of its own
+besides.
 """
 
 from __future__ import annotations
@@ -11,24 +12,19 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic_train.errors import LeftOut, StoreUnreachable
-from elastic_train.protocol.agreement import Standing
 from elastic_train.protocol.heartbeat import LONGEST_PAUSE, AwakeTime
-from elastic_train.protocol.probes import Probe, probe
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_connections import Entry
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Guard, text_of
 
 MIN_LEASE_SECONDS = 60.0
-NOTICE_SECONDS = 5.0
-"""that those who train may need to notice that their grace is over: a call that is under way, and a heartbeat"""
-REFUSED_SECONDS = 3.0
-"""without a heartbeat, where nobody listens at any member's address either"""
+MOST_TURNS = 100
+"""of others who open and end the job in the same moments"""
 NO_STAMP = b"-" * 12
 """in place of a stamp (etcd_store.py): the token is unique to its writer"""
 
@@ -53,31 +49,15 @@ class JobEntry:
             raise LeftOut("this worker's job is over, or was taken over: its lease in etcd has run out")
 
 
-def open_job(
-    etcd: Etcd,
-    settings: EtcdSettings,
-    run_id: str,
-    *,
-    peer_timeout: float,
-    check: Callable[[], None],
-    log: Callable[[str], None],
-    mark: str | None = None,
-) -> JobEntry:
-    """The living job of a run id, or a new one. Blocks for the grace where dead members cannot be told at once.
-
-    Args:
-        check: called now and then; raises to give up.
-        mark: a key that is put below the job's prefix, for a last worker that leaves to see that another one has come.
+def open_job(etcd: Etcd, settings: EtcdSettings, run_id: str) -> JobEntry:
+    """The job of a run id, or a new one. Blocks as calls of `etcd` do.
 
     Raises:
         StoreUnreachable, StoreRefused: as every call.
     """
     key = f"{settings.prefix}/{run_id}/job"
     lease_seconds = max(MIN_LEASE_SECONDS, 2 * settings.grace)
-    timeout = max(peer_timeout, settings.grace) + NOTICE_SECONDS
-    deadline = time.monotonic() + 4 * timeout + 60
-    while time.monotonic() < deadline:
-        check()
+    for _ in range(MOST_TURNS):
         entry = etcd.get(key)
         if entry is None:
             token, lease = secrets.token_hex(6), etcd.grant(lease_seconds)
@@ -90,19 +70,13 @@ def open_job(
                 etcd.revoke(lease)
                 continue
         job = read_job(entry, settings, run_id)
-        if is_over(etcd, job, timeout=timeout, check=check):
-            log(f"every worker of an earlier start of run id {run_id!r} is gone: a new start begins")
-            delete_job(etcd, job)
-            continue
         try:
             job.keep(etcd)
-            if mark is not None:
-                EtcdStore(etcd, lease=job.lease, guard=job.guard).put(f"{job.prefix}/{mark}", "")
         except LeftOut:  # it ran out, or was taken away, at this very moment
             continue
         now = etcd.get(key)
         if now is not None and now.create_revision == entry.create_revision:
-            return job  # else another start has taken it away meanwhile, which looks like a sign of life
+            return job  # else the last one has taken it away meanwhile
     raise StoreUnreachable(f"no job can be opened under {key} in etcd: others come and go faster than it can be read")
 
 
@@ -114,36 +88,6 @@ def read_job(entry: Entry, settings: EtcdSettings, run_id: str) -> JobEntry:
         lease_seconds=float(lease_seconds),
         guard=Guard(entry.key, entry.create_revision),
     )
-
-
-def is_over(etcd: Etcd, job: JobEntry, *, timeout: float, check: Callable[[], None]) -> bool:
-    """Whether a job has reached its end, or has a world and every member of it is dead.
-
-    Nobody listens any more where a process was killed, and it sends no heartbeat. One that cannot be reached from here
-    may train on without etcd for as long as its grace lasts: it is dead when no heartbeat was seen for longer.
-    """
-    if etcd.get(f"{job.prefix}/over") is not None:
-        return True
-
-    def look() -> tuple[Standing, dict[str, str]]:
-        texts = {entry.key: text_of(entry) or "" for entry in etcd.below(f"{job.prefix}/")[0]}
-        heartbeats = {key: text for key, text in texts.items() if key.startswith(f"{job.prefix}/heartbeat/")}
-        return Standing().follow(lambda key: texts.get(f"{job.prefix}/{key}")), heartbeats
-
-    stood, heartbeats = look()
-    if not stood.members:
-        return False
-    # Perhaps it is only from here that nobody can be reached: a heartbeat says more, and comes twice a second.
-    is_refused = all(probe(member.address) is Probe.REFUSED for member in stood.members)
-    silence, limit = AwakeTime(), REFUSED_SECONDS if is_refused else timeout
-    while silence.seconds < limit:
-        check()
-        stands, heartbeat = look()
-        # Anybody's: a node that waits to be admitted goes on where all who trained have died.
-        if stands != stood or any(heartbeats.get(key) != text for key, text in heartbeat.items()):
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def delete_job(etcd: Etcd, job: JobEntry, unless_below: Sequence[str] = ()) -> None:
@@ -162,7 +106,8 @@ def delete_job(etcd: Etcd, job: JobEntry, unless_below: Sequence[str] = ()) -> N
 
 
 class NodeLease:
-    """A node's sign of life: its key below `nodes/`, under a lease of its own. It keeps the job's lease, too.
+    """A sign of life of a node, or of a worker: its key below `nodes/`, under a lease of its own. It keeps the job's
+    lease, too.
 
     For any thread: a lock of its own lets one at a time keep the lease of the node.
 
@@ -175,10 +120,11 @@ class NodeLease:
     """
 
     def __init__(self, store: EtcdStore, job: JobEntry, node: str, address: str, seconds: float) -> None:
-        self._store, self._job = store, job
-        self._key, self._address = f"{job.prefix}/nodes/{node}", address
+        self.store, self.job = store, job
+        self.key, self._address = f"{job.prefix}/nodes/{node}", address
         self._seconds = seconds
-        self._lease = 0
+        self.lease = 0
+        """its own; 0 before the first `keep`"""
         self._lock = threading.Lock()
         self.silence = AwakeTime(longest=seconds / 2 + LONGEST_PAUSE)
         """since etcd last confirmed both leases"""
@@ -188,26 +134,26 @@ class NodeLease:
         blocks for half of that time at most."""
         self.silence.look()
         attempt = min(2.0, self._seconds / 4)
-        store = self._store.with_timeouts(self._seconds / 2, attempt, lambda _why: None)
-        self._job.keep(store.etcd)
+        store = self.store.with_timeouts(self._seconds / 2, attempt, lambda _why: None)
+        self.job.keep(store.etcd)
         with self._lock:
-            lease = self._lease
+            lease = self.lease
             if not lease or not store.etcd.refresh(lease):
                 lease = store.etcd.grant(self._seconds)
             # Every time, also where it stands there: what comes back tells that the mirror's stream is alive.
-            store.under(lease).put(self._key, self._address)
-            self._lease = lease  # not before: a lease without the key would be refreshed for ever
+            store.under(lease).put(self.key, self._address)
+            self.lease = lease  # not before: a lease without the key would be refreshed for ever
         self.silence.restart()
 
     def put(self, key: str, value: str) -> None:
         """Put a key under the lease, so that it goes with the node."""
         try:
-            self._store.under(self._lease).put(key, value)
+            self.store.under(self.lease).put(key, value)
         except LeftOut:  # on a machine that hung for a while, this node's own lease may have run out
             self.keep()
-            self._store.under(self._lease).put(key, value)
+            self.store.under(self.lease).put(key, value)
 
     def end(self, etcd: Etcd) -> None:
         """Remove all keys under it at once."""
-        if self._lease:
-            etcd.revoke(self._lease)
+        if self.lease:
+            etcd.revoke(self.lease)

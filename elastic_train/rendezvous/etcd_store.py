@@ -35,7 +35,7 @@ class Guard:
 
 @dataclass(frozen=True, eq=False)
 class EtcdStore:
-    """A ListingStore (store.py) on etcd. For any thread: the connections serve many at once.
+    """A SharedStore (store.py) on etcd. For any thread: the connections serve many at once.
 
     Args:
         lease: all keys are put under it; 0 for none.
@@ -89,19 +89,8 @@ class EtcdStore:
         """The same store, its keys under another lease."""
         return replace(self, lease=lease)
 
-    def below(self, prefix: str) -> dict[str, str]:
-        """The texts of all keys that begin with `prefix`."""
-        mirror = self.mirror
-        if mirror is not None and prefix.startswith(mirror.prefix) and mirror.wait_for_known():
-            return mirror.below(prefix)
-        return {entry.key: text_of(entry) or "" for entry in self.etcd.below(prefix)[0]}
-
     def delete(self, key: str) -> None:
         self._note(key, self.etcd.delete(key))
-
-    def delete_prefix(self, prefix: str) -> None:
-        """Remove all keys that begin with `prefix`."""
-        self._note(prefix, self.etcd.delete(prefix, is_prefix=True))
 
     # --- writing ------------------------------------------------------------------------------------------------------
 

@@ -1,31 +1,29 @@
 """The forms in which a job is kept, for contracts that hold in all of them.
 
-A form is a class with the methods of `Form`; one more in FORMS runs all of these tests. Two are in memory, two are what
-jobs use: stores of the members with signposts, and etcd.
+A form is a class with the methods of `Form`; one more in FORMS runs all of these tests. One is in memory, two are what
+jobs use: stores of the members with signposts, and with etcd.
 """
 
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
 import pytest
 
+from elastic_train.elastic.claims import Bounded
 from elastic_train.errors import StoreUnreachable
-from elastic_train.protocol.central import CentralJob
+from elastic_train.protocol.arbiter import Arbiter
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.join_queue import Finder, Size
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.signposts import Signposts, reach
 from elastic_train.protocol.store import KeyValueStore, MemoryStore, TorchStore
-from elastic_train.rendezvous.etcd_members import EtcdJob
+from elastic_train.rendezvous.etcd_finder import EtcdFinder
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.tools.drills.nodes import free_port
 from elastic_train.world import Address, Member
@@ -166,6 +164,7 @@ class PeersInMemory(_OnFakeClock):
         self._stores: dict[Address, MemoryStore] = {}
         self._gone: set[Address] = set()
         self.goes_on = False
+        self.arbiter: Arbiter | None = None
         self.finds: Sequence[Address] = [("host", 0)]
 
     def job(self, number: int) -> PeerJob:
@@ -200,6 +199,7 @@ class PeersInMemory(_OnFakeClock):
             refused=lambda _members: [],
             draw_uid=self.clock.draw_uid,
             clock=self.clock,
+            arbiter=self.arbiter,
             goes_on=self.goes_on,
         )
 
@@ -230,17 +230,20 @@ class PeersOnTcp(PeersInMemory):
         super().__init__()
         self._endpoint = ("127.0.0.1", free_port())
         self._served: dict[int, tuple[Address, _Own]] = {}
-        self._finders: dict[int, Signposts] = {}
+        self._finders: dict[int, Finder] = {}
         self._jobs: dict[int, Job] = {}
 
     def job(self, number: int) -> PeerJob:
         server = GroupStoreServer("127.0.0.1")
         own = _Own(TorchStore(server.store, timedelta(seconds=PATIENCE)))
-        finder = Signposts([self._endpoint], "run", is_host=None, timeout=PATIENCE, clock=self.clock)
+        finder = self._finder(number, server.address)
         self._served[number], self._finders[number] = (server.address, own), finder
         job = self._job_with(number, own, server.address, reach, finder)
         self._jobs[number] = job
         return job
+
+    def _finder(self, number: int, address: Address) -> Finder:
+        return Signposts([self._endpoint], "run", is_host=None, timeout=PATIENCE, clock=self.clock)
 
     def member(self, number: int) -> Member:
         return member(number, self._served[number][0])
@@ -255,91 +258,32 @@ class PeersOnTcp(PeersInMemory):
             job.close(None)
 
 
-class ListingMemoryStore(MemoryStore):
-    def below(self, prefix: str) -> dict[str, str]:
-        return {key: text for key, text in self.values.items() if key.startswith(prefix)}
-
-    def delete_prefix(self, prefix: str) -> None:
-        for key in self.below(prefix):
-            del self.values[key]
-
-
-class CentralInMemory(_OnFakeClock):
-    def __init__(self) -> None:
-        super().__init__()
-        self._store = ListingMemoryStore()
-
-    def job(self, number: int) -> CentralJob:
-        return CentralJob(
-            self._store,
-            self._store,
-            "job",
-            Size(min_nodes=MIN_NODES, max_nodes=8, last_call=0.0),
-            peer_timeout=PEER_TIMEOUT,
-            longest_silence=1000.0,
-            max_world_size=None,
-            refused=lambda _members: [],
-            draw_uid=self.clock.draw_uid,
-            clock=self.clock,
-        )
-
-    def kill(self, number: int) -> None: ...
-
-
-class CentralOnEtcd:
-    """What etcd3 has. It goes by the real time, and whoever comes looks for heartbeats."""
+class PeersOnEtcd(PeersOnTcp):
+    """What etcd3 has: the same stores, found in etcd, whose claims say which side goes on."""
 
     def __init__(self, settings: EtcdSettings) -> None:
+        super().__init__()
         self._settings, self._run_id = settings, secrets.token_hex(6)
-        self._jobs: dict[int, EtcdJob] = {}
-        self._is_closed = threading.Event()
-        self._watchers = ThreadPoolExecutor(1)
-        self._tending = self._watchers.submit(self._tend)
 
-    def job(self, number: int) -> EtcdJob:
-        job = self._jobs[number] = EtcdJob(
+    def _finder(self, number: int, address: Address) -> Finder:
+        finder = EtcdFinder(
             self._settings,
             self._run_id,
             uid=f"uid{number}",
-            peer_timeout=PEER_TIMEOUT,
-            max_world_size=None,
+            address=address,
+            lease=PATIENCE,
             check=lambda: None,
             log=lambda _text: None,
-            refused=lambda _members: [],
-            draw_uid=self.draw_uid,
+            warn=lambda _text: None,
         )
-        return job
-
-    def member(self, number: int) -> Member:
-        return member(number, ("host", number))
-
-    def kill(self, number: int) -> None: ...
-
-    def _tend(self) -> None:
-        while not self._is_closed.wait(0.1):
-            for job in list(self._jobs.values()):
-                with suppress(StoreUnreachable):  # as the watcher: on a busy machine etcd takes its time
-                    job.tend(None, is_spokesman=False)
-
-    def pass_time(self) -> None:
-        time.sleep(0.1)
-
-    def draw_uid(self) -> str:
-        return secrets.token_hex(6)
-
-    def close(self) -> None:
-        self._is_closed.set()
-        self._watchers.shutdown()
-        for job in self._jobs.values():
-            job.close(None)
-        self._tending.result()
+        self.arbiter = Bounded(finder.arbiter(), PATIENCE)
+        return finder
 
 
 FORMS: dict[str, Callable[[pytest.FixtureRequest], Form]] = {
     "PeersInMemory": lambda _request: PeersInMemory(),
-    "CentralInMemory": lambda _request: CentralInMemory(),
     "PeersOnTcp": lambda _request: PeersOnTcp(),
-    "CentralOnEtcd": lambda request: CentralOnEtcd(request.getfixturevalue("etcd_settings")),
+    "PeersOnEtcd": lambda request: PeersOnEtcd(request.getfixturevalue("etcd_settings")),
 }
 
 

@@ -9,31 +9,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from elastic_train.elastic.barriers import Barriers, Surroundings, Waits
-from elastic_train.errors import LeftOut, Stopped, StoreRefused, StoreUnreachable
-from elastic_train.protocol.agreement import Decision
-from elastic_train.rendezvous import etcd_job, etcd_members
+from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_connections import Connections, import_etcd3
 from elastic_train.rendezvous.etcd_errors import LeaseLost
 from elastic_train.rendezvous.etcd_handler import AgentSeconds, AgentsHandler, exit_barrier_keys
-from elastic_train.rendezvous.etcd_job import REFUSED_SECONDS, JobEntry, delete_job, open_job
-from elastic_train.rendezvous.etcd_members import CLOSE_SECONDS, EtcdJob
+from elastic_train.rendezvous.etcd_job import delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Guard, Mirror
-from elastic_train.tools.drills.nodes import free_port, is_listening, wait_until
-from elastic_train.world import Member, World
+from elastic_train.tools.drills.nodes import is_listening, wait_until
 from tests.certificates import make_tls
 from tests.etcd_cluster import OwnEtcd, etcd_running, frozen
 from tests.processes import freeze
@@ -371,14 +363,9 @@ def test_nothing_is_written_behind_a_guard_that_is_gone(etcd: Etcd) -> None:
     assert store.get("guarded") == "1"
 
 
-def open_it(etcd: Etcd, trio: OwnEtcd, run_id: str, say: list[str] | None = None, peer_timeout: float = 1.0):  # type: ignore[no-untyped-def]
-    told: list[str] = [] if say is None else say
-    return open_job(etcd, trio.settings(), run_id, peer_timeout=peer_timeout, check=lambda: None, log=told.append)
-
-
 def test_all_workers_open_the_same_job(trio: OwnEtcd, etcd: Etcd) -> None:
     jobs: list[object] = []
-    threads = [threading.Thread(target=lambda: jobs.append(open_it(etcd, trio, "one"))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: jobs.append(open_job(etcd, trio.settings(), "one"))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -388,106 +375,24 @@ def test_all_workers_open_the_same_job(trio: OwnEtcd, etcd: Etcd) -> None:
     delete_job(etcd, jobs[0])  # type: ignore[arg-type]
 
 
-def test_a_dead_job_that_another_start_takes_away_is_not_taken_for_a_living_one(trio: OwnEtcd, etcd: Etcd) -> None:
-    """All were killed, and two start again at one moment: the one sees the other's removal of what they left."""
-    dead = open_it(etcd, trio, "two")
-    member = Member("node", 0, 1, 0, ("127.0.0.1", free_port()), "dir", "gloo", None)
-    first = Decision(0, "first", ranks=(), new=(member,))
-    EtcdStore(etcd, lease=dead.lease, guard=dead.guard).put(f"{dead.prefix}/start/next", first.to_json())
-    looks = iter(range(100))
+def test_an_entry_that_the_last_one_takes_away_meanwhile_is_not_opened(trio: OwnEtcd, etcd: Etcd) -> None:
+    """Its lease is not revoked yet."""
+    first = open_job(etcd, trio.settings(), "two")
+    real, asked = etcd.refresh, list[int]()
 
-    def other_start() -> None:
-        if next(looks) == 3:  # its lease is not revoked yet
-            etcd.transact(
-                Transaction(
-                    [], [etcd.delete_request(dead.guard.key), etcd.delete_request(f"{dead.prefix}/", is_prefix=True)]
-                )
-            )
+    def take_away(lease: int) -> bool:
+        asked.append(lease)
+        if len(asked) == 1:
+            etcd.delete(first.guard.key)
+        return real(lease)
 
-    job = open_job(etcd, trio.settings(), "two", peer_timeout=1.0, check=other_start, log=print)
-    assert next(looks) > 3, "it was looked at for so long"
-    assert job.prefix != dead.prefix
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(etcd, "refresh", take_away)
+        job = open_job(etcd, trio.settings(), "two")
+    assert asked == [first.lease, job.lease]
     EtcdStore(etcd, lease=job.lease, guard=job.guard).put(f"{job.prefix}/key", "value")
     delete_job(etcd, job)
-
-
-def make_job(cluster: OwnEtcd, run_id: str, check: Callable[[], None]) -> EtcdJob:
-    return EtcdJob(
-        cluster.settings(), run_id, uid="me", peer_timeout=1.0, max_world_size=None, check=check, log=print,
-        refused=lambda _members: [], draw_uid=lambda: "world",
-    )  # fmt: skip
-
-
-def test_who_is_through_waits_neither_for_an_etcd_that_is_away_nor_ends_by_a_stop(tmp_path: Path) -> None:
-    told = threading.Event()
-
-    def check() -> None:
-        if told.is_set():
-            raise Stopped(15)
-
-    world = World(0, 0, (Member("node", 0, 1, 0, ("127.0.0.1", free_port()), "dir", "gloo", None),), uid="world")
-    with etcd_running(tmp_path) as cluster:
-        job = make_job(cluster, "away", check)
-        cluster.members[0].kill()
-        barriers = Barriers(job, MagicMock(), Waits(300.0, 1.0, 600.0), Surroundings(), check)
-        began = time.monotonic()
-        barriers.end_together(world)
-        told.set()
-        barriers.end_together(world)
-        assert time.monotonic() - began < 4 * CLOSE_SECONDS < job._settings.grace
-        with pytest.raises(Stopped):
-            job.world_store(world).put("key", "")
-        job.close(None)
-
-
-@pytest.mark.parametrize("moment", ["it is found", "it is read"])
-def test_a_job_whose_last_worker_leaves_as_one_comes(
-    trio: OwnEtcd, etcd: Etcd, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who comes is of it, or of the next one: whoever leaves looks whether somebody is here."""
-    old = open_it(etcd, trio, "three")
-    keep, mirror, attempts = JobEntry.keep, etcd_members.Mirror, []
-
-    def last_one_leaves(now: str) -> None:
-        if now == moment and not attempts:
-            attempts.append(now)
-            delete_job(etcd, old, unless_below=(f"{old.prefix}/here/",))
-
-    def keep_then_leave(entry: JobEntry, caller: Etcd) -> None:
-        keep(entry, caller)
-        last_one_leaves("it is found")
-
-    def leave_then_read(*arguments: Any) -> Mirror:
-        last_one_leaves("it is read")
-        return mirror(*arguments)
-
-    monkeypatch.setattr(JobEntry, "keep", keep_then_leave)
-    monkeypatch.setattr(etcd_members, "Mirror", leave_then_read)
-    job = make_job(trio, "three", lambda: None)
-    assert attempts
-    assert etcd.get(f"{job._prefix}/here/me") is not None
-    assert (job._prefix == old.prefix) == (moment == "it is read")
-    job.close(None)
-    assert not etcd.below("/elastic_train/three/")[0], "nothing is left"
-
-
-def test_who_was_suspended_looks_again_before_it_takes_a_job_away(
-    trio: OwnEtcd, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sleep that takes too long stands for the suspension: in it a heartbeat comes."""
-    living = open_it(etcd, trio, "three")
-    store = EtcdStore(etcd, lease=living.lease, guard=living.guard)
-    member = Member("node", 0, 1, 0, ("127.0.0.1", free_port()), "dir", "gloo", None)
-    first = Decision(0, "first", ranks=(), new=(member,))
-    store.put(f"{living.prefix}/start/next", first.to_json())
-
-    def suspended(_seconds: float) -> None:
-        time.sleep(REFUSED_SECONDS + 0.5)
-        store.put(f"{living.prefix}/heartbeat/other", "1")
-
-    monkeypatch.setattr(etcd_job, "time", SimpleNamespace(sleep=suspended, monotonic=time.monotonic))
-    assert open_it(etcd, trio, "three") == living
-    delete_job(etcd, living)
+    assert not etcd.below("/elastic_train/two/")[0], "nothing is left"
 
 
 def make_agent(cluster: OwnEtcd, run_id: str) -> AgentsHandler:
@@ -547,19 +452,15 @@ def test_an_agent_that_is_told_to_stop_leaves_nothing_behind(trio: OwnEtcd, etcd
     assert not etcd.below("/elastic_train/told/")[0]
 
 
-def test_a_run_id_can_be_used_again(trio: OwnEtcd, etcd: Etcd) -> None:
-    first = open_it(etcd, trio, "again")
+def test_who_wakes_up_in_an_entry_that_is_gone_writes_nothing(trio: OwnEtcd, etcd: Etcd) -> None:
+    first = open_job(etcd, trio.settings(), "again")
     store = EtcdStore(etcd, lease=first.lease, guard=first.guard)
-    store.put(f"{first.prefix}/over", "finished")
-    said: list[str] = []
-    second = open_it(etcd, trio, "again", said)
+    delete_job(etcd, first)
+    second = open_job(etcd, trio.settings(), "again")
     assert second.prefix != first.prefix
-    assert said
-    assert not etcd.below(f"{first.prefix}/")[0]
     with pytest.raises(LeftOut):
         store.put(f"{first.prefix}/late", "x")
     delete_job(etcd, second)
-    assert not etcd.below("/elastic_train/again/")[0], "nothing is left"
 
 
 @pytest.mark.parametrize("mebibytes", [1.75, 3.0], ids=["etcd's limit", "gRPC's limit"])
@@ -625,7 +526,7 @@ def test_mutual_tls_with_a_user_and_a_prefix(secure: tuple[OwnEtcd, Path]) -> No
     cluster, password = secure
     settings = secure_settings(cluster, password)
     etcd = connect(settings)
-    job = open_job(etcd, settings, "run", peer_timeout=1, check=lambda: None, log=print)
+    job = open_job(etcd, settings, "run")
     mirror = Mirror(etcd, f"{job.prefix}/")
     store = EtcdStore(etcd, lease=job.lease, guard=job.guard, mirror=mirror)
     store.put(f"{job.prefix}/key", "value")

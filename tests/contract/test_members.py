@@ -46,7 +46,6 @@ class Pings:
     def turn(self, seconds: float) -> bool:
         return False
 
-    def note_awake(self) -> None: ...
     def close(self) -> None: ...
 
 

@@ -15,14 +15,13 @@ import pytest
 
 from elastic_train.branches import BRANCH, Branch
 from elastic_train.elastic.barriers import Barriers, Surroundings, Waits
-from elastic_train.errors import FormationFailed, Refused, StoreUnreachable
+from elastic_train.errors import FormationFailed, Refused
 from elastic_train.protocol import known_worlds
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.job import Admitted, Denied, Job, KnownMembers, Place
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.plan import Plan, Preparation, mark
-from elastic_train.rendezvous.etcd_members import EtcdJob
 from elastic_train.rules import ITEMS
 from elastic_train.world import Member, World, to_json
 from tests.contract.forms import FORMS, MIN_NODES, PATIENCE, PEER_TIMEOUT, Form, PeersInMemory, eventually, member
@@ -113,7 +112,7 @@ def test_two_that_contradict_each_other_do_not_begin_together_whatever_the_first
 
     def look() -> bool:
         for number, job in jobs.items():
-            with suppress(Refused):  # etcd's, by itself
+            with suppress(Refused):
                 if job.find():
                     member = replace(form.member(number), agreement=says[number])
                     place = job.look_from_queue(Waiting(member, 1))
@@ -221,32 +220,6 @@ def test_who_is_left_out_learns_it(form: Form) -> None:
     assert found.decision.world_for(worlds[2].me.uid, worlds[2], None) is None
 
 
-@pytest.mark.parametrize("name", ["CentralInMemory", "CentralOnEtcd"])
-def test_rank_0_sees_that_others_have_gone_on_without_it(name: str, request: pytest.FixtureRequest) -> None:
-    """It was suspended, and trains on; not so where what follows has it inside, and its world is about to end."""
-    form = FORMS[name](request)
-    jobs, worlds = begin(form)
-    decision = agree(form, jobs, worlds, [0, 1, 2])
-
-    def look() -> bool:
-        with suppress(StoreUnreachable):  # on a busy machine etcd takes its time
-            jobs[0].tend(worlds[0], is_spokesman=True)
-            return True
-        return False
-
-    assert eventually(form, look)
-    assert not jobs[0].is_left_behind(worlds[0])
-    following = [decision.world_for(world.me.uid, world, None) for world in worlds]
-    worlds = [world for world in following if world is not None]
-    for job, world in zip(jobs, worlds, strict=True):
-        job.enter(world, decision.facts, decision)
-    agree(form, jobs, worlds, [1, 2], {0: Liveness.UNKNOWN})
-    assert not jobs[0].is_left_behind(worlds[0]), "it has not looked"
-    assert eventually(form, look)
-    assert jobs[0].is_left_behind(worlds[0])
-    form.close()
-
-
 def test_who_comes_back_does_not_wait_in_its_own_queue() -> None:
     """Rank 0 was left out. The store that it had lives as long as its process, and is what a newcomer finds first."""
     form = PeersInMemory()
@@ -267,24 +240,6 @@ def test_who_comes_back_does_not_wait_in_its_own_queue() -> None:
     back.look_from_queue(Waiting(form.member(9), 1))
     assert [job.queue() for job in (jobs[0], jobs[2])] == [[], []]
     assert [waiting.member.uid for waiting in jobs[1].queue()] == ["uid9"]
-
-
-def test_the_watcher_waits_for_no_call_of_the_training_thread(request: pytest.FixtureRequest) -> None:
-    """Which may hold the place in the queue for as long as etcd may be away; meanwhile nobody would be pinged."""
-    form = FORMS["CentralOnEtcd"](request)
-    form.close()  # its watcher
-    job = form.job(0)
-    assert isinstance(job, EtcdJob)
-    job.look_from_queue(Waiting(form.member(0), 1))
-    job._next_keep = 0.0
-    tending = threading.Thread(target=lambda: job.tend(None, is_spokesman=False))
-    with job._queue_lock:
-        tending.start()
-        tending.join(PATIENCE)
-        has_waited = tending.is_alive()
-    tending.join()
-    job.close(None)
-    assert not has_waited
 
 
 def test_who_is_ready_for_a_world_is_seen_by_those_who_are_not(form: Form) -> None:
@@ -314,7 +269,7 @@ def test_a_job_is_closed_whose_store_is_gone() -> None:
     jobs[0].close(worlds[0].me)
 
 
-@pytest.mark.parametrize("name", ["PeersInMemory", "PeersOnTcp"])
+@pytest.mark.parametrize("name", FORMS)
 def test_a_member_keeps_little_of_the_worlds_that_are_over(name: str, request: pytest.FixtureRequest) -> None:
     form = FORMS[name](request)
     assert isinstance(form, PeersInMemory)

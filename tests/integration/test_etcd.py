@@ -156,7 +156,7 @@ def test_the_leader_freezes_and_a_member_loses_its_data(cluster: Cluster) -> Non
 
 
 @pytest.mark.slow
-def test_an_outage_of_etcd_within_the_grace(cluster: Cluster) -> None:
+def test_an_outage_of_etcd(cluster: Cluster) -> None:
     etcd = etcd_of(cluster)
     nodes = start_world(cluster, 2, "--max-steps", "1000000", "--peer-timeout", "10")
     for member in etcd.members:
@@ -177,27 +177,28 @@ def test_an_outage_of_etcd_within_the_grace(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_an_outage_of_etcd_beyond_the_grace(cluster: Cluster) -> None:
+def test_who_trains_needs_no_etcd_though_a_node_dies_meanwhile(cluster: Cluster) -> None:
+    """For much longer than the grace, after which a newcomer gives up."""
     etcd = etcd_of(cluster)
-    flags = (*ENDLESS, "--snapshot-every", "0")
-    nodes = cluster.start(*flags, "--max-steps", "1000000", nodes=2, nnodes="2:2", conf="last_call=60,grace=4")
+    flags = (*ENDLESS, "--max-steps", "1000000")
+    nodes = cluster.start(*flags, nodes=3, nnodes="1:3", conf="last_call=60,grace=4")
     wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events", PATIENCE)
     wait_for_step(cluster.run_dir, 40, PATIENCE)
     for member in etcd.members:
         member.kill()
-    for node in nodes:
-        assert node.wait(PATIENCE) != 0
-        assert "etcd" in node.text()
-        assert "is saved, start all nodes again to continue" in node.text()
-    assert not events(cluster.run_dir, "peer_lost"), "the world ended by a vote"
+    wait_until(lambda: events(cluster.run_dir, "warning"), "warning", PATIENCE)
+    nodes.pop(0).kill()
+    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 2, "world of 2", PATIENCE)
+    newcomer = cluster.start(*flags, nnodes="1:3", conf="grace=4")[0]
+    assert newcomer.wait(PATIENCE) != 0
+    assert "does not answer" in newcomer.text()
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20, PATIENCE)
     for member in etcd.members:
         member.start()
     etcd.wait_until_healthy()
-    before = last_step(cluster.run_dir)
-    again = cluster.start(*flags, "--max-steps", str(before + 30), nodes=2)
-    cluster.finish(again)
-    end = check_run(cluster, before + 30)
-    assert end["incidents"][-1]["committed_steps_lost"] == 0
+    nodes += cluster.start(*flags, nnodes="1:3", conf="grace=4")
+    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 3, "join", PATIENCE)
+    stop_and_check(cluster, nodes)
 
 
 @pytest.mark.slow
@@ -272,28 +273,29 @@ def test_a_node_that_waited_in_vain_ends_well(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 def test_the_only_worker_freezes_and_another_start_takes_its_place(cluster: Cluster) -> None:
-    """It must not train on when it wakes up: nobody's closed socket would tell it. There is no room for it."""
-    conf = "grace=5"  # for so long it might be training on without etcd
-    first = cluster.start(*ENDLESS, "--max-steps", "1500", nnodes="1:1", conf=conf)[0]
+    """It must not train on when it wakes up: nobody's closed socket would tell it. Of the two the one that has come
+    further goes on."""
+    conf = "grace=5"  # for so long nobody takes over from one who cannot be reached
+    flags = (*ENDLESS, "--max-steps", "3000", "--peer-timeout", "2")
+    first = cluster.start(*flags, nnodes="1:1", conf=conf)[0]
     wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events", PATIENCE)
     wait_for_step(cluster.run_dir, 40, PATIENCE)
     frozen = first.workers()[0]
     frozen.send_signal(signal.SIGSTOP)
     other = cluster.path / "other"
-    second = cluster.start(*ENDLESS, "--max-steps", "1500", run_dir=other, nnodes="1:1", conf=conf)[0]
-    wait_until(lambda: (other / "events").is_dir() and last_step(other) > 5, "training", PATIENCE)
-    before = last_step(cluster.run_dir)
+    second = cluster.start(*flags, run_dir=other, nnodes="1:1", conf=conf)[0]
+    ahead = last_step(cluster.run_dir) + 200
+    wait_until(lambda: (other / "events").is_dir() and last_step(other) > ahead, "training", PATIENCE)
     frozen.send_signal(signal.SIGCONT)
-    cluster.finish([second, first])
-    assert "job is over, or was taken over" in first.text()
-    assert "nothing left to do" in first.text()
-    assert last_step(cluster.run_dir) <= before + 200
+    assert first.wait(PATIENCE) != 0
+    assert "two jobs of one run id have met" in first.text()
+    cluster.finish([second])
 
 
 @pytest.mark.slow
 def test_the_only_worker_freezes_and_one_that_waits_takes_its_place(cluster: Cluster) -> None:
-    """The job is the same, and has gone on: who wakes up learns it from what follows its world, before it saves."""
-    flags = (*ENDLESS, "--max-steps", "1800", "--snapshot-every", "400")
+    """Who wakes up learns it before it saves anything."""
+    flags = (*ENDLESS, "--max-steps", "3000", "--snapshot-every", "400", "--peer-timeout", "2")
     nodes = [cluster.start(*flags, nnodes="1:1", conf="grace=5")[0]]
     wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events", PATIENCE)
     wait_for_step(cluster.run_dir, 40, PATIENCE)
@@ -302,11 +304,12 @@ def test_the_only_worker_freezes_and_one_that_waits_takes_its_place(cluster: Clu
     wait_for_step(cluster.run_dir, 400 * (last_step(cluster.run_dir) // 400 + 1) + 20, PATIENCE)
     frozen = nodes[0].workers()[0]
     frozen.send_signal(signal.SIGSTOP)
+    ahead = last_step(cluster.run_dir) + 100
     wait_until(lambda: len(worlds(cluster.run_dir)) == 2, "world of the other", PATIENCE)
+    wait_for_step(cluster.run_dir, ahead, PATIENCE)
     frozen.send_signal(signal.SIGCONT)
-    cluster.finish(nodes)
-    assert "the others went on as generation 1 without this worker" in nodes[0].text()
-    assert "nothing left to do" in nodes[0].text()
+    assert nodes[0].wait(PATIENCE) != 0
+    cluster.finish(nodes[1:])
 
 
 @pytest.mark.slow

@@ -107,8 +107,7 @@ def _states(workers: list[Worker]) -> str:
 def check_nobody_expelled(simulation: Simulation) -> None:
     """Where workers only die, leave and come: nobody who works is left out, and no world ends without a reason."""
     for worker in simulation.workers:
-        has_state = simulation.plan.grace is None or worker.num_commits > 0  # else it only waits in the queue again
-        if worker.process.ending == "left_out" and has_state:
+        if worker.process.ending == "left_out":
             simulation.fail(f"a worker that works was expelled: {worker} {worker.error}")
     faults = [fault[1] for fault in simulation.plan.faults]
     if set(faults) <= {"kill"} and simulation.plan.founders == len(simulation.plan.hosts):
@@ -126,7 +125,8 @@ def check_sides(simulation: Simulation) -> None:
         return
     if simulation.directory.has_stalled:
         return
-    of_its_own_pace = ("stick", "back", "lose_replies", "lose_claims")  # each lost answer is waited for
+    # Each lost answer is waited for; and while one side is away from etcd another one may claim.
+    of_its_own_pace = ("stick", "back", "lose_replies", "lose_claims", "lose_store", "lose_store_replies")
     if not simulation.plan.is_formed or any(fault[1] in of_its_own_pace for fault in simulation.plan.faults):
         return
     running = [worker for worker in simulation.living if worker.process.is_running]

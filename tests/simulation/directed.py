@@ -31,9 +31,9 @@ def late_proof() -> Plan:
     return plan(5, cut, *kills, recovers_at=6.1)
 
 
-def voters_without_state(grace: float | None = None, after: float = 0.002) -> Plan:
+def voters_without_state(lease: float | None = None, after: float = 0.002) -> Plan:
     """2: node 1 has trained alone; three are admitted, and its link fails while the group forms."""
-    quiet = replace(plan(4, recovers_at=6.0, founders=1, min_nodes=1), grace=grace)
+    quiet = replace(plan(4, recovers_at=6.0, founders=1, min_nodes=1), lease=lease)
     at = when(quiet, "enters generation 1") + after
     return replace(quiet, faults=((at, "partition", (0,), (1, 2, 3)),), recovers_at=at + 8.0)
 
@@ -169,6 +169,11 @@ def forgotten_claim(frozen_at: float) -> Plan:
     return replace(made, hosts=(1, 3), directories=(0, 0))
 
 
+def halves_with_etcd() -> Plan:
+    """The same for long enough that the side without the lowest rank comes to claim."""
+    return replace(halves(), lease=60.0, recovers_at=8.0)
+
+
 def halves_that_go_on() -> Plan:
     """Four in two halves, and both train on until they hear each other again."""
     faults = [(1.0, "partition", (0, 1), (2, 3)), (5.0 + 3 * TIMEOUT, "heal_all")]
@@ -257,52 +262,32 @@ def spare_that_missed_the_beginning() -> Plan:
     )  # fmt: skip
 
 
-def two_that_cannot_hear_each_other(seed: int, grace: float | None) -> Plan:
+def two_that_cannot_hear_each_other(seed: int, lease: float | None) -> Plan:
     """One of five is killed, and one of the others is not heard by another one from then on: the world after it breaks
     before it stands, again and again, in which nobody has been silent for long."""
     made = plan(5, (1.0, "kill", 4), (1.001, "cut", 3, 2), recovers_at=20.0, seed=seed)
-    return replace(made, grace=grace)
+    return replace(made, lease=lease)
 
 
-def suspended_until_others_go_on(founders: int, trains_with: int) -> Plan:
-    """All who train, or wait for more nodes, are frozen while two wait in the queue, for so long that those go on."""
+def suspended_until_others_go_on(founders: int) -> Plan:
+    """All who train are frozen while two wait in the queue, for so long that those begin."""
     frozen = [(0.1, "freeze", index) for index in range(founders)]
-    made = plan(founders + 2, *frozen, recovers_at=13.0, founders=founders, min_nodes=1, trains_with=trains_with)
-    return replace(made, grace=3.0)
+    woken = [(10.0, "thaw", index) for index in range(founders)]
+    made = plan(founders + 2, *frozen, *woken, recovers_at=16.0, founders=founders, min_nodes=1)
+    return replace(made, lease=3.0, begins_twice=True)
 
 
 def alone_without_the_store(*faults: Fault) -> Plan:
-    """Two train in long steps, and one in the queue knows nothing of them for as long as the dead are silent."""
-    made = replace(plan(3, *faults, founders=2, min_nodes=1, recovers_at=0.0), recovers_at=None, seconds=100.0)
-    return replace(made, grace=3.0, stall_timeout=100.0, work=Work(step=30.0))
+    """Two train in long steps, and one in the queue knows nothing of etcd for longer than a lease."""
+    made = replace(plan(3, *faults, founders=2, min_nodes=1, recovers_at=0.0), recovers_at=None, seconds=130.0)
+    return replace(made, lease=3.0, stall_timeout=100.0, work=Work(step=30.0))
 
 
 def waits_without_the_store(found_at: float) -> Plan:
-    """Of two that need each other one is killed, and the other one loses the store while it waits for a node."""
+    """Of two that need each other one is killed, and the other one loses etcd while it waits for a node."""
     faults = ((1.0, "kill", 1), (2.0, "lose_store", (0,)), (found_at, "find_store", (0,)))
     made = plan(2, *faults, (found_at + 1.0, "back", 1, False), recovers_at=found_at + 5.0, min_nodes=2, trains_with=2)
-    return replace(made, grace=3.0)
-
-
-def frozen_before_it_takes_an_answer(frozen_at: float) -> Plan:
-    """One of two wakes where the store is away, and finds an answer of the time before."""
-    faults = ((frozen_at, "freeze", 0), (1.0, "lose_store", (0,)), (9.0, "thaw", 0))
-    return replace(plan(2, *faults, recovers_at=13.0), grace=3.0)
-
-
-def suspended_without_the_store(hosts: int, *faults: Fault) -> Plan:
-    """All are frozen for longer than the grace, and wake up where the store is away for some more seconds."""
-    frozen = [(2.0 + 0.001 * host, "freeze", host) for host in range(hosts)]
-    woken = [(17.0 + 0.001 * host, "thaw", host) for host in range(hosts)]
-    store = [(2.1, "lose_store", tuple(range(hosts))), (23.0, "find_store", tuple(range(hosts)))]
-    ordered = sorted([*faults, *frozen, *woken, *store], key=lambda fault: fault[0])
-    return replace(plan(hosts, *ordered, recovers_at=24.0), grace=12.0)
-
-
-def silent_without_the_store() -> Plan:
-    """One of three is frozen while the store is away from all, whose watchers wait for it again and again."""
-    faults = ((2.0, "lose_store", (0, 1, 2)), (3.0, "freeze", 2))
-    return replace(plan(3, *faults, recovers_at=0.0), recovers_at=None, seconds=18.0, peer_timeout=10.0, grace=60.0)
+    return replace(made, lease=3.0)
 
 
 def two_plans_for_one_newcomer() -> Plan:
@@ -321,10 +306,10 @@ def two_plans_for_one_newcomer() -> Plan:
     return replace(made, num_endpoints=2, directories=(0, 0, 0, 0, 0, 0, 1), topology=sparse)
 
 
-def two_newcomers(*faults: Fault, grace: float | None) -> Plan:
+def two_newcomers(*faults: Fault, lease: float | None) -> Plan:
     """Two have trained without them for half a minute when all must be in one world."""
     made = plan(4, *faults, recovers_at=30.0, founders=2, min_nodes=1)
-    return replace(made, grace=grace)
+    return replace(made, lease=lease)
 
 
 def spare_that_comes_late() -> Plan:

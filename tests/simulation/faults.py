@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from elastic_train.protocol.neighbours import STANDARD, Topology
-from tests.simulation.central import STORE_HOST
+from tests.simulation.etcd import STORE_HOST
 from tests.simulation.plan import Fault, Plan
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Faults:
         self._simulation.directory.stalled.clear()
 
     def lose_store(self, hosts: tuple[int, ...], ways: str = "both") -> None:
-        """These hosts and the store that all share hear each other no more, or one of them the other (`to`, `from`)."""
+        """These hosts and etcd hear each other no more, or one of them the other (`to`, `from`)."""
         network = self._simulation.network
         for host in hosts:
             if ways != "from":
@@ -163,11 +163,17 @@ def draw_going_on(seed: int) -> Plan:
     return replace(plan, faults=faults, recovers_at=last + 3 * plan.silence_seconds + 2.5, goes_on=True)
 
 
-def draw_central(seed: int) -> Plan:
-    """The same history where one store decides, and hosts may lose that; mostly a side of a partition does."""
-    plan, chance = draw(seed), random.Random(f"central {seed}")
-    of_others = ("stall", "unstall", "lose_claims", "lose_replies")
-    faults = [fault for fault in plan.faults if fault[1] not in of_others]
+LEASE_SECONDS = 60.0
+"""longer than any host is away from etcd: else a newcomer may begin a second job, and a state is lost"""
+
+
+def draw_with_etcd(seed: int) -> Plan:
+    """The same history with etcd, which hosts may lose; mostly a side of a partition does."""
+    plan, chance = draw(seed), random.Random(f"etcd {seed}")
+    left_out = ("stall", "unstall", "lose_claims")
+    is_long = chance.random() < 0.4  # then a side that has not the votes comes to claim
+    left_out += ("heal", "heal_all", "thaw") if is_long else ()
+    faults = [fault for fault in plan.faults if fault[1] not in left_out]
     for at, kind, *sides in tuple(faults):
         if kind == "partition" and chance.random() < 0.6:
             faults.append((at + chance.choice([0.0, 0.0, 0.01, 0.5]), "lose_store", chance.choice(sides)))
@@ -182,14 +188,12 @@ def draw_central(seed: int) -> Plan:
         at += chance.choice([0.03, 0.3, 2.0]) * chance.random()
     faults = faults or [(1.0, "kill", 0)]
     last = max(fault[0] for fault in faults)
-    grace = chance.choice([3.0, 6.0, 12.0])
-    wait = chance.choice([0.0, 0.0, grace])  # those who are away from the store to the end may give up, or not
     return replace(
         plan,
         faults=tuple(sorted(faults, key=lambda fault: fault[0])),
-        recovers_at=last + plan.silence_seconds + 1.5 + wait,
+        recovers_at=last + plan.silence_seconds * (3 if is_long else 1) + 1.5,
         directories=(),
-        grace=grace,
+        lease=LEASE_SECONDS,
     )
 
 

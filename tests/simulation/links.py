@@ -106,9 +106,6 @@ class SimLinks:
         self._awake.restart()
         return self._matters
 
-    def note_awake(self) -> None:
-        self._awake.restart()
-
     def close(self) -> None:
         self._peers.clear()
 

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_train.protocol.agreement import Decision, Liveness
+from elastic_train.protocol.arbiter import Arbiter
+from elastic_train.protocol.join_queue import Finder
 from elastic_train.protocol.laws import Voters, may_go_on
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.world import to_json
+from tests.simulation.finder import SimFinder
 from tests.simulation.process import SimStore
 
 if TYPE_CHECKING:
@@ -19,8 +22,6 @@ if TYPE_CHECKING:
 
 class PeersForm:
     """A job that its members keep; as simulator.Form."""
-
-    store_grace = None
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -41,9 +42,15 @@ class PeersForm:
             refused=worker.refused,
             draw_uid=simulation.machines.draw_uid,
             clock=process.clock,
-            arbiter=simulation.arbiter_of(process),
+            arbiter=self.arbiter(worker),
             goes_on=simulation.plan.goes_on,
         )
+
+    def finder(self, worker: Worker) -> Finder:
+        return SimFinder(worker.process, self._simulation.posts, worker.known)
+
+    def arbiter(self, worker: Worker) -> Arbiter | None:
+        return self._simulation.arbiter_of(worker.process)
 
     def begin(self, founders: Sequence[Worker], decision: Decision) -> None:
         worlds = [Voters.of(decision.uid, decision.new[: self._simulation.plan.max_world_size])]
@@ -85,6 +92,3 @@ class PeersForm:
 
     def lose_replies(self, number: int) -> None:
         raise AssertionError("there is no store that all share")
-
-    def may_end(self, _worker: Worker, _error: Exception) -> bool:
-        return False

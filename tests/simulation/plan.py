@@ -50,13 +50,17 @@ class Plan:
     to stop"""
     goes_on: bool = False
     """`--on-split go-on`"""
-    grace: float | None = None
-    """seconds that training goes on without the one store that decides, as under etcd; None where the members serve a
-    store each"""
+    lease: float | None = None
+    """seconds after which what a process has written in etcd is gone; None where there is none"""
     stall_timeout: float | None = 3.0
     """`--stall-timeout`"""
     work: Work = field(default_factory=Work)
     """what the steps take"""
+
+    @property
+    def has_place(self) -> bool:
+        """Whether there is one where decisions are claimed."""
+        return bool(self.directories) or self.lease is not None
 
     @property
     def silence_seconds(self) -> float:

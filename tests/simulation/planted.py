@@ -13,12 +13,12 @@ from elastic_train.protocol import ballots, contacts, laws, peers
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import ArbiterSilent, Claims
 from elastic_train.protocol.branch_off import BranchOff
-from elastic_train.protocol.central import StateHolders
 from elastic_train.protocol.job import Denied
 from elastic_train.protocol.join_queue import Entrance
 from elastic_train.protocol.other_sides import OtherSides
 from elastic_train.protocol.store import Clients, KeyValueStore
 from elastic_train.world import Member, World
+from tests.simulation.etcd import EtcdServer
 from tests.simulation.links import SimLinks
 from tests.simulation.process import Address, Machines
 from tests.simulation.ring_parts import Commit
@@ -72,10 +72,6 @@ def it_waits_for_the_left_out_at_the_first_commit(patch: Patch) -> None:
 
     patch.setattr(Barriers, "wait_for_left_out", lambda _self, _world: None)
     patch.setattr(Simulation, "note_commit", wait_and_commit)
-
-
-def one_store_lets_anybody_go_on(patch: Patch) -> None:
-    patch.setattr(StateHolders, "may_live_outside", lambda *_arguments: False)
 
 
 def both_halves_win_a_tie(patch: Patch) -> None:
@@ -133,6 +129,20 @@ def a_newcomer_claims_alone(patch: Patch) -> None:
     patch.setattr(ballots.Ballots, "_decide_by_claim", decide)
 
 
+def a_claim_in_etcd_replaces_another_one(patch: Patch) -> None:
+    read = EtcdServer.get_many
+
+    def get_many(self: EtcdServer, keys: Sequence[str]) -> list[str | None]:
+        return [None if "/claim-" in key else text for key, text in zip(keys, read(self, keys), strict=True)]
+
+    def create(self: EtcdServer, entry: int, key: str, text: str, lease: int) -> str:
+        self.transact(entry, {}, {key: text}, lease)
+        return text
+
+    patch.setattr(EtcdServer, "get_many", get_many)
+    patch.setattr(EtcdServer, "create", create)
+
+
 def newer_claims_are_not_counted(patch: Patch) -> None:
     right = Claims._outdated_by
     patch.setattr(Claims, "_outdated_by", lambda *arguments: (right(*arguments), None)[1])
@@ -181,12 +191,12 @@ ALL = (
     nobody_waits_for_the_left_out,
     it_waits_for_the_left_out_at_the_first_commit,
     both_halves_win_a_tie,
-    one_store_lets_anybody_go_on,
     a_decision_is_not_collected,
     a_listener_has_no_uid,
     it_begins_beside_a_running_job,
     a_claim_is_judged_by_its_return_code,
     a_newcomer_claims_alone,
+    a_claim_in_etcd_replaces_another_one,
     newer_claims_are_not_counted,
     newer_claims_are_counted_too_early,
 )

@@ -220,7 +220,7 @@ class SimParts:
             if membership.job.is_over():
                 raise JobFinished("the others have reached the end") from None
             raise
-        if self._simulation.plan.directories:
+        if self._simulation.plan.has_place:
             self._simulation.note(f"{self._worker} was told who sees the directory in generation {world.generation}")
         held = {(commit, branches) for commit, branches, *_ in found if commit is not None}
         assert len(held) == 1, f"those who trained differ: {found}"
@@ -230,7 +230,7 @@ class SimParts:
 
     def _synchronise(self, world: World, group: Group) -> Commit | None:
         state, job = self._state, self._membership.job
-        if self._simulation.plan.directories:
+        if self._simulation.plan.has_place:
             told = group.exchange(job.sees_place(world))
             job.note_place(world, is_shared=all(told))
             self._simulation.note(
@@ -239,9 +239,8 @@ class SimParts:
         found = self._exchange_states(group)
         held = [(commit, branches) for commit, branches, *_ in found if commit is not None]
         if not held:
-            newest = self._restore(group)
-            self._simulation.note_start(self._worker, world, newest)
-            return newest
+            self._simulation.note_start(self._worker, world)
+            return None
         newest, state.branches = max(held, key=lambda one: (one[0].generation, one[0].step))
         return newest
 
@@ -254,15 +253,6 @@ class SimParts:
             theirs = next((known for commit, _, *known in found if commit is not None), ([], self._dead_hosts))
             state.incidents, self._dead_hosts = list(theirs[0]), list(theirs[1])
         return found
-
-    def _restore(self, group: Group) -> Commit | None:
-        """Where one store decides, those who come back may have to go on without the state: from the newest snapshot,
-        which each has saved when it was left out."""
-        if self._simulation.plan.grace is None:
-            return None
-        found: list[Commit | None] = group.exchange(self._worker.kept)
-        kept = [commit for commit in found if commit is not None]
-        return max(kept, key=lambda one: (one.generation, one.step), default=None)
 
     def begins(self, world: World, change: Change, _interruption: Any) -> None:
         if self._deaths is not None:

@@ -10,11 +10,11 @@ from typing import Protocol
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, Claims
 from elastic_train.protocol.job import Job
-from elastic_train.protocol.plan import MARKS_SECONDS
+from elastic_train.protocol.join_queue import Finder
 from elastic_train.rules import seconds_before_return
 from elastic_train.world import World
-from tests.simulation.central import CentralForm
 from tests.simulation.directory import Directory, SimFolder
+from tests.simulation.etcd import EtcdForm
 from tests.simulation.faults import Faults
 from tests.simulation.finder import Signposts
 from tests.simulation.peers import PeersForm
@@ -45,9 +45,8 @@ class Told:
 class Form(Protocol):
     """What keeps the job of a history, and what may be expected of it."""
 
-    @property
-    def store_grace(self) -> float | None:
-        """As the watcher's."""
+    def finder(self, worker: Worker) -> Finder:
+        """A new worker's."""
 
     def job(self, worker: Worker) -> Job:
         """A new worker's."""
@@ -68,10 +67,7 @@ class Form(Protocol):
         """Whether every newcomer has."""
 
     def lose_replies(self, number: int) -> None:
-        """So many of the next replies of the store that all share are lost."""
-
-    def may_end(self, worker: Worker, error: Exception) -> bool:
-        """Whether a worker that works may end with this error."""
+        """So many of the next replies of etcd are lost."""
 
 
 class Simulation:
@@ -84,7 +80,7 @@ class Simulation:
         hosts = [f"h{index}" for index in range(len(plan.hosts))]
         self.posts = Signposts(self.machines, hosts[: plan.num_endpoints])
         self.directory = Directory()
-        self.form: Form = PeersForm(self) if plan.grace is None else CentralForm(self, plan.grace)
+        self.form: Form = PeersForm(self) if plan.lease is None else EtcdForm(self, plan.lease)
         self.workers: list[Worker] = []
         self.worlds: dict[str, Told] = {}
         self.notes: list[str] = []
@@ -110,7 +106,8 @@ class Simulation:
         hosts = [f"h{index}" for index in range(len(self.plan.hosts))][: self.plan.founders]
         founders = [worker for worker in self.workers if worker.process.host in hosts]
         members = tuple(worker.member for worker in founders)
-        facts = {"job_token": "job"} if self.plan.directories or self.plan.work != Work() else {}
+        is_named = self.plan.has_place or self.plan.work != Work()
+        facts = {"job_token": "job"} if is_named else {}
         self.form.begin(founders, Decision(0, self.machines.draw_uid(), (), members, facts=facts))
 
     def arbiter_of(self, process: Process) -> Arbiter | None:
@@ -174,17 +171,13 @@ class Simulation:
             told.parent = before.uid
         self.note(f"{worker} enters generation {world.generation} {world.uid} of {uids}")
 
-    def note_start(self, worker: Worker, world: World, restored: Commit | None) -> None:
+    def note_start(self, worker: Worker, world: World) -> None:
         if world.uid not in self.starts:
-            self.note(f"{worker} begins from {restored.step if restored else 'the start'} in {world.uid}")
+            self.note(f"{worker} begins from the start in {world.uid}")
             newest = max((commit.step for told in self.worlds.values() for commit in told.commits), default=0)
             # What somebody kept from before is outdated where those who came further have died.
-            least = max(2, newest - 1, 2 + restored.step if restored else 0)
+            least = max(2, newest - 1)
             holders = [one for one in self.living if max(one.last_step, one.kept.step if one.kept else 0) >= least]
-            if self.plan.grace is not None:  # whom those before had left out has no say
-                parent = self.worlds[world.uid].parent
-                heirs = () if parent is None or parent not in self.worlds else self.worlds[parent].members
-                holders = [one for one in holders if one.uid in heirs]
             self.starts[world.uid] = ", ".join(map(str, holders))  # of more than one step, which may be provisional
 
     def note_commit(self, worker: Worker, world: World, parent: Commit | None) -> Commit:
@@ -217,8 +210,6 @@ class Simulation:
             faults.cause("recover")
             found: str | None = ""
             seconds = HEAL_SECONDS * (2 if self.plan.goes_on else 1)  # they meet first
-            if self.plan.grace is not None:
-                seconds += MARKS_SECONDS  # in which a join is given up that one without the store has not heard of
             while found is not None and self.kernel.now < recovers_at + seconds:
                 self.kernel.run(self.kernel.now + 0.5)
                 found = checks.what_is_not_well(self)

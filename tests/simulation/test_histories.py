@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from tests.simulation.faults import draw, draw_central, draw_going_on, draw_sparse
+from tests.simulation.faults import draw, draw_going_on, draw_sparse, draw_with_etcd
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.processes import two_processes
 from tests.simulation.simulator import Simulation, failures_of, shrink
@@ -22,7 +22,7 @@ DRAWN: dict[str, tuple[Callable[[int], Plan], float]] = {
     "members keep the job": (draw, 0.4),
     "each pings two others": (draw_sparse, 0.15),
     "each side goes on": (draw_going_on, 0.15),
-    "one store keeps the job": (draw_central, 0.3),
+    "etcd is there": (draw_with_etcd, 0.3),
 }
 """each with its share of the histories"""
 
@@ -38,15 +38,15 @@ class Small:
     """A world of which histories are taken one by one."""
 
     hosts: int
-    grace: float | None
+    lease: float | None
     first_stride: int
     second_stride: int
 
 
-SMALL = [Small(2, None, 8, 16), Small(2, 3.0, 16, 32), Small(3, None, 32, 128), Small(3, 3.0, 64, 128)]
+SMALL = [Small(2, None, 8, 16), Small(2, 60.0, 16, 32), Small(3, None, 32, 128), Small(3, 60.0, 64, 128)]
 if STRIDES:
     chosen, every_first, every_second = map(int, STRIDES.split(":"))
-    SMALL = [Small(chosen, grace, every_first, every_second) for grace in (None, 3.0)]
+    SMALL = [Small(chosen, lease, every_first, every_second) for lease in (None, 60.0)]
 
 
 def failing_seeds(kind: str, first: int) -> list[int]:
@@ -79,34 +79,34 @@ def turns_of(plan: Plan, first: float, last: float) -> list[float]:
     return sorted(moment for moment in moments if first < moment < last)
 
 
-def faults_of(hosts: int, grace: float | None) -> list[Fault]:
+def faults_of(hosts: int, lease: float | None) -> list[Fault]:
     """What may befall at a moment, but for its time."""
     cuts = [("cut", one, other) for one in range(hosts) for other in range(hosts) if one != other]
-    away = [] if grace is None else [("lose_store", (host,)) for host in range(hosts)]
+    away = [] if lease is None else [("lose_store", (host,)) for host in range(hosts)]
     return [(kind, victim) for kind in ("kill", "freeze") for victim in range(hosts)] + cuts + away
 
 
-def small_plan(hosts: int, grace: float | None, faults: tuple[Fault, ...]) -> Plan:
+def small_plan(hosts: int, lease: float | None, faults: tuple[Fault, ...]) -> Plan:
     last = max((fault[0] for fault in faults), default=1.0)
-    return Plan(seed=1, hosts=(1,) * hosts, faults=faults, recovers_at=last + 3.5, grace=grace)
+    return Plan(seed=1, hosts=(1,) * hosts, faults=faults, recovers_at=last + 3.5, lease=lease)
 
 
 def pairs(small: Small, until: float = LIFE_SECONDS) -> Iterator[Plan]:
     """Every first fault between any two operations of a world, from its beginning on; every second one between any two
     in the seconds after it: those that the strides leave."""
-    hosts, grace = small.hosts, small.grace
-    kinds = faults_of(hosts, grace)
-    for at in turns_of(small_plan(hosts, grace, ()), 0.0, until)[:: small.first_stride]:
+    hosts, lease = small.hosts, small.lease
+    kinds = faults_of(hosts, lease)
+    for at in turns_of(small_plan(hosts, lease, ()), 0.0, until)[:: small.first_stride]:
         for first in kinds:
             one = (at, *first)
-            for later in turns_of(small_plan(hosts, grace, (one,)), at, at + 3.0)[:: small.second_stride]:
+            for later in turns_of(small_plan(hosts, lease, (one,)), at, at + 3.0)[:: small.second_stride]:
                 for second in kinds:
                     if second != first:
-                        yield small_plan(hosts, grace, (one, (later, *second)))
+                        yield small_plan(hosts, lease, (one, (later, *second)))
 
 
 def name_of(small: Small) -> str:
-    return f"{small.hosts} members, {'their own stores' if small.grace is None else 'one store'}"
+    return f"{small.hosts} members, {'endpoints' if small.lease is None else 'etcd'}"
 
 
 @pytest.mark.parametrize("small", SMALL, ids=name_of)

@@ -19,11 +19,6 @@ FOUND_BY: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Plan], s
     (planted.an_age_starts_at_acceptance, lambda: directed.accepted_late(), "no chain"),
     (planted.nobody_waits_for_the_left_out, lambda: directed.expelled_behind_its_back(1.33), "no chain"),
     (planted.it_waits_for_the_left_out_at_the_first_commit, lambda: directed.entered_and_frozen(1.1), "no chain"),
-    (
-        planted.one_store_lets_anybody_go_on,
-        lambda: directed.voters_without_state(3.0, 0.0125),
-        "a committed step is lost",
-    ),
     (planted.both_halves_win_a_tie, directed.halves, "no chain"),
     (planted.a_listener_has_no_uid, directed.restarted_container, "ends with an error"),
     (planted.it_begins_beside_a_running_job, directed.first_host_comes_back, "a committed step is lost"),
@@ -32,6 +27,7 @@ FOUND_BY: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Plan], s
     (planted.branches_never_meet, directed.halves_that_go_on, "not together after a heal"),
     (planted.a_branch_has_no_id, directed.halves_that_go_on, "no chain"),
     (planted.a_newcomer_claims_alone, directed.newcomers_and_a_directory, "a committed step is lost"),
+    (planted.a_claim_in_etcd_replaces_another_one, directed.halves_with_etcd, "no chain"),
     (planted.newer_claims_are_not_counted, lambda: directed.forgotten_claim(1.0), "no chain"),
     (planted.newer_claims_are_counted_too_early, lambda: directed.forgotten_claim(AS_IT_CLAIMS), "no chain"),
 ]

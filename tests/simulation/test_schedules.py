@@ -12,7 +12,7 @@ from tests.simulation.faults import RING
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.simulator import Simulation
 
-FORMS = pytest.mark.parametrize("grace", [None, 3.0], ids=["peers", "central"])
+FORMS = pytest.mark.parametrize("lease", [None, 60.0], ids=["peers", "etcd"])
 
 
 def run(plan: Plan) -> Simulation:
@@ -32,9 +32,9 @@ def test_1_late_proof_is_silence() -> None:
     assert {worker.activity for worker in simulation.workers[:2]} == {"agrees"}, "they wait"
 
 
-@pytest.mark.parametrize("grace", [None, 3.0], ids=["peers", "central"])
-def test_2_voters_without_the_state_begin_nothing(grace: float | None) -> None:
-    simulation = run(directed.voters_without_state(grace))
+@pytest.mark.parametrize("lease", [None, 60.0], ids=["peers", "etcd"])
+def test_2_voters_without_the_state_begin_nothing(lease: float | None) -> None:
+    simulation = run(directed.voters_without_state(lease))
     assert len(simulation.starts) == 1
 
 
@@ -164,16 +164,16 @@ def test_newcomers_carry_no_job_away() -> None:
     assert len(simulation.starts) == 1
 
 
-@pytest.mark.parametrize("grace", [None, 3.0], ids=["peers", "central"])
-def test_a_spare_that_hears_nobody_goes_on_with_nothing(grace: float | None) -> None:
+@pytest.mark.parametrize("lease", [None, 60.0], ids=["peers", "etcd"])
+def test_a_spare_that_hears_nobody_goes_on_with_nothing(lease: float | None) -> None:
     """It has no state, and those who have it train on."""
-    simulation = run(replace(directed.spare_without_the_others(), grace=grace))
+    simulation = run(replace(directed.spare_without_the_others(), lease=lease))
     assert len(simulation.starts) == 1
 
 
-@pytest.mark.parametrize("grace", [None, 3.0], ids=["peers", "central"])
-def test_a_spare_goes_on_when_all_others_are_dead(grace: float | None) -> None:
-    plan = replace(directed.spare_without_the_others(), faults=((1.0, "kill", 0), (1.0, "kill", 1)), grace=grace)
+@pytest.mark.parametrize("lease", [None, 60.0], ids=["peers", "etcd"])
+def test_a_spare_goes_on_when_all_others_are_dead(lease: float | None) -> None:
+    plan = replace(directed.spare_without_the_others(), faults=((1.0, "kill", 0), (1.0, "kill", 1)), lease=lease)
     simulation = Simulation(replace(plan, recovers_at=None))
     simulation.run()
     assert simulation.workers[2].last_step > 0, simulation.describe()
@@ -228,24 +228,23 @@ def test_a_newcomer_that_dies_keeps_no_other_from_joining() -> None:
     run(directed.newcomer_beside_one_that_dies())
 
 
-@pytest.mark.parametrize("grace", [None, 12.0], ids=["peers", "central"])
+@pytest.mark.parametrize("lease", [None, 60.0], ids=["peers", "etcd"])
 @pytest.mark.parametrize("seed", range(1, 5))
-def test_of_two_that_cannot_hear_each_other_one_goes(seed: int, grace: float | None) -> None:
-    assert last_steps(run(directed.two_that_cannot_hear_each_other(seed, grace)))["h0"] > 50
+def test_of_two_that_cannot_hear_each_other_one_goes(seed: int, lease: float | None) -> None:
+    assert last_steps(run(directed.two_that_cannot_hear_each_other(seed, lease)))["h0"] > 50
 
 
-@pytest.mark.parametrize("trains_with", [1, 2], ids=["trains", "waits for nodes"])
 @pytest.mark.parametrize("founders", [1, 2], ids=["alone", "both"])
-def test_who_was_suspended_learns_that_others_have_gone_on(founders: int, trains_with: int) -> None:
-    """Nobody is in the queue any more by whom it would, and the store answers it as if nothing had been."""
-    simulation = run(directed.suspended_until_others_go_on(founders, trains_with))
-    assert [worker.process.ending for worker in simulation.workers[:founders]] == ["left_out"] * founders
+def test_who_was_suspended_learns_that_others_have_gone_on(founders: int) -> None:
+    """Those in the queue have begun a second job when its lease was over; it has come further when the two meet."""
+    simulation = run(directed.suspended_until_others_go_on(founders))
+    assert simulation.workers[0].process.ending == "second job"
     assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
-    assert len(simulation.living) == founders + 2
+    assert len(simulation.living) == founders + 1, "who was left out by it joins the others"
 
 
 LONGEST = 10.0
-"""more seconds than those who train may live on without the store, where its grace is 3 s"""
+"""more seconds than what one has written in etcd stays there without it"""
 
 
 @pytest.mark.parametrize(
@@ -260,49 +259,20 @@ LONGEST = 10.0
     ids=["cut off", "hears nothing", "suspended", "suspended with what it has not read"],
 )  # fmt: skip
 def test_who_knows_nothing_in_the_queue_does_not_take_the_others_for_dead(faults: tuple[Fault, ...]) -> None:
-    """It alone is away from the store, which those who train reach all the time."""
+    """It alone is away from etcd, which those who train reach all the time."""
     simulation = run(directed.alone_without_the_store(*faults))
     assert [worker.process.ending for worker in simulation.workers] == [None] * 3
     assert len({worker.world.uid for worker in simulation.workers if worker.world is not None}) == 1
     assert [worker.activity for worker in simulation.workers] == ["trains"] * 3, "it has joined"
 
 
-@pytest.mark.parametrize(("found_at", "endings"), [(8.0, [None, "killed"]), (18.0, ["left_out", "killed"])])
-def test_who_waits_for_nodes_learns_that_its_job_is_over(found_at: float, endings: list[str | None]) -> None:
-    """Its lease has run out, or not, when it finds the store again: it joins the later start, or is joined."""
+@pytest.mark.parametrize("found_at", [4.0, 18.0])
+def test_who_waits_for_nodes_without_etcd_is_found_there_again(found_at: float) -> None:
+    """Its lease has run out, or not."""
     simulation = run(directed.waits_without_the_store(found_at))
-    assert [worker.process.ending for worker in simulation.workers[:2]] == endings
+    assert [worker.process.ending for worker in simulation.workers[:2]] == [None, "killed"]
     assert [worker.activity for worker in simulation.living] == ["trains"] * 2, simulation.describe()
     assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
-
-
-@pytest.mark.parametrize("frozen_at", [0.510, 0.512, 0.514, 0.516])
-def test_an_answer_counts_from_when_it_came(frozen_at: float) -> None:
-    """Not from when the frozen process takes it: the store has been away for its whole grace when it ends."""
-    simulation = run(directed.frozen_before_it_takes_an_answer(frozen_at))
-    assert simulation.workers[0].process.ending == "error"
-
-
-AWAY = (1.0, "lose_store", (0, 1, 2))
-
-
-@pytest.mark.parametrize(
-    ("hosts", "faults", "left"),
-    [(1, (), 1), (3, (), 3), (3, (AWAY, (1.2, "kill", 1)), 2)],
-    ids=["one trains", "all train", "in a call of an agreement"],
-)
-def test_a_suspension_is_no_silence_of_the_store(hosts: int, faults: tuple[Fault, ...], left: int) -> None:
-    """Who wakes up has not waited for it, and does so as long as anybody."""
-    simulation = run(directed.suspended_without_the_store(hosts, *faults))
-    assert [(worker.activity, worker.process.ending) for worker in simulation.living] == [("trains", None)] * left
-    assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
-
-
-def test_a_silent_peer_is_found_while_the_store_is_away() -> None:
-    """A watcher that waits for the store is not suspended."""
-    simulation = run(directed.silent_without_the_store())
-    assert [worker.activity for worker in simulation.workers[:2]] == ["agrees"] * 2
-    assert "was silent for 1" in str(simulation.workers[0].watcher.verdicts[2])
 
 
 def test_nobody_is_invited_to_follow_a_world_that_is_over() -> None:
@@ -310,8 +280,8 @@ def test_nobody_is_invited_to_follow_a_world_that_is_over() -> None:
 
 
 @FORMS
-def test_a_newcomer_that_cannot_form_ahead_joins_with_the_others(grace: float | None) -> None:
-    simulation = Simulation(replace(directed.two_newcomers(grace=grace), recovers_at=3.0))
+def test_a_newcomer_that_cannot_form_ahead_joins_with_the_others(lease: float | None) -> None:
+    simulation = Simulation(replace(directed.two_newcomers(lease=lease), recovers_at=3.0))
     cannot = simulation.workers[2]
     cannot.member = replace(cannot.member, forms_ahead=False)
     simulation.run()
@@ -320,9 +290,9 @@ def test_a_newcomer_that_cannot_form_ahead_joins_with_the_others(grace: float | 
 
 
 @FORMS
-def test_a_newcomer_that_stands_still_keeps_no_other_out(grace: float | None) -> None:
+def test_a_newcomer_that_stands_still_keeps_no_other_out(lease: float | None) -> None:
     """Its watcher keeps its place in the queue."""
-    simulation = Simulation(directed.two_newcomers((0.3, "stick", 2), (12.0, "unstick", 2), grace=grace))
+    simulation = Simulation(directed.two_newcomers((0.3, "stick", 2), (12.0, "unstick", 2), lease=lease))
     simulation.run()
     assert not simulation.failures, simulation.describe()
     entered = [note for note in simulation.notes if note[9:].startswith(f"{simulation.workers[3]} enters")]
@@ -383,8 +353,8 @@ def seconds_in_queue(simulation: Simulation) -> float:
 
 
 @FORMS
-def test_a_host_that_dies_for_the_third_time_waits_a_minute(grace: float | None) -> None:
-    simulation = run(directed.dies_again_and_again(3, recovers_at=DIED_AT + 62.0, grace=grace))
+def test_a_host_that_dies_for_the_third_time_waits_a_minute(lease: float | None) -> None:
+    simulation = run(directed.dies_again_and_again(3, recovers_at=DIED_AT + 62.0, lease=lease))
     assert 60.0 <= 0.5 + seconds_in_queue(simulation) < 62.0
     told = [note for note in simulation.notes if "died unannounced 3 times" in note]
     assert len(told) == 2, simulation.describe()
@@ -394,8 +364,8 @@ def test_a_host_that_dies_for_the_third_time_waits_a_minute(grace: float | None)
 
 
 @FORMS
-def test_a_host_that_dies_for_the_second_time_does_not_wait(grace: float | None) -> None:
-    assert seconds_in_queue(run(directed.dies_again_and_again(2, recovers_at=DIED_AT, grace=grace))) < 2.0
+def test_a_host_that_dies_for_the_second_time_does_not_wait(lease: float | None) -> None:
+    assert seconds_in_queue(run(directed.dies_again_and_again(2, recovers_at=DIED_AT, lease=lease))) < 2.0
 
 
 def test_a_host_waits_for_nothing_where_that_was_not_asked_for() -> None:
@@ -404,9 +374,9 @@ def test_a_host_waits_for_nothing_where_that_was_not_asked_for() -> None:
 
 
 @FORMS
-def test_a_new_rank_0_knows_of_the_deaths(grace: float | None) -> None:
+def test_a_new_rank_0_knows_of_the_deaths(lease: float | None) -> None:
     """Also one that has come later than the first of them."""
-    plan = directed.dies_again_and_again(3, recovers_at=DIED_AT + 62.0, hosts=4, grace=grace)
+    plan = directed.dies_again_and_again(3, recovers_at=DIED_AT + 62.0, hosts=4, lease=lease)
     killed = [(DIED_AT + 10.0, "kill", 0), (DIED_AT + 10.5, "back", 0, False), (DIED_AT + 20.0, "kill", 1),
               (DIED_AT + 30.0, "kill", 2)]  # fmt: skip
     simulation = Simulation(replace(plan, faults=(*plan.faults, *killed), num_endpoints=2))
@@ -419,31 +389,31 @@ def test_a_new_rank_0_knows_of_the_deaths(grace: float | None) -> None:
 
 
 @FORMS
-def test_without_enough_nodes_nobody_waits(grace: float | None) -> None:
+def test_without_enough_nodes_nobody_waits(lease: float | None) -> None:
     """One of the others dies ten seconds later, and the one that is left may not train alone."""
-    plan = directed.dies_again_and_again(3, recovers_at=DIED_AT + 14.0, trains_with=2, grace=grace)
+    plan = directed.dies_again_and_again(3, recovers_at=DIED_AT + 14.0, trains_with=2, lease=lease)
     simulation = run(replace(plan, faults=(*plan.faults, (DIED_AT + 10.0, "kill", 1))))
     assert 9.5 <= seconds_in_queue(simulation) < 11.5
     assert simulation.workers[-1].last_step > 60, simulation.describe()
 
 
 @FORMS
-def test_of_two_that_are_both_needed_neither_waits(grace: float | None) -> None:
-    plan = directed.dies_again_and_again(3, hosts=2, recovers_at=DIED_AT + 4.0, trains_with=2, grace=grace)
+def test_of_two_that_are_both_needed_neither_waits(lease: float | None) -> None:
+    plan = directed.dies_again_and_again(3, hosts=2, recovers_at=DIED_AT + 4.0, trains_with=2, lease=lease)
     assert seconds_in_queue(run(plan)) < 2.0
 
 
 @FORMS
-def test_who_has_come_further_than_the_others_does_not_wait_there(grace: float | None) -> None:
+def test_who_has_come_further_than_the_others_does_not_wait_there(lease: float | None) -> None:
     ahead = (DIED_AT + 0.5, "back_ahead", 2)
-    plan = directed.dies_again_and_again(3, ahead, recovers_at=DIED_AT + 4.0, grace=grace)
+    plan = directed.dies_again_and_again(3, ahead, recovers_at=DIED_AT + 4.0, lease=lease)
     assert seconds_in_queue(run(plan)) < 2.0
 
 
 def test_where_all_others_die_the_one_that_waited_begins_anew() -> None:
     """Nobody knows of its deaths any more, and nobody else is there."""
     killed = [(DIED_AT + 5.0, "kill", 0), (DIED_AT + 5.0, "kill", 1)]
-    plan = directed.dies_again_and_again(3, recovers_at=DIED_AT + 20.0, grace=3.0)
+    plan = directed.dies_again_and_again(3, recovers_at=DIED_AT + 20.0, lease=3.0)
     simulation = Simulation(replace(plan, faults=(*plan.faults, *killed), recovers_at=None, seconds=DIED_AT + 20.0))
     simulation.run()
     [last] = simulation.living

@@ -22,13 +22,12 @@ NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_WORKING_HISTORIES", "50"))
 """of each kind and form; of very long steps, in which most happens, two in five"""
 FIRST_SEED = int(os.environ.get("ELASTIC_TRAIN_FIRST_SEED", "0"))
 CHUNK = 10
-FORMS = {"own stores": None, "one store": 12.0}
-"""what keeps the job: as `Plan.grace`"""
+FORMS = {"endpoints": None, "etcd": 60.0}
+"""where members find each other: as `Plan.lease`"""
 
 
-def draw(kind: str, seed: int, grace: float | None = None) -> Plan:
-    """Two to five members; up to three die, leave or come, at moments of any kind. A store that all share may be away
-    for a while."""
+def draw(kind: str, seed: int, lease: float | None = None) -> Plan:
+    """Two to five members; up to three die, leave or come, at moments of any kind. Etcd may be away for a while."""
     work, chance = KINDS[kind], random.Random(f"{kind} {seed}")
     hosts = tuple(1 for _ in range(chance.randint(2, 5)))
     founders = chance.choice([len(hosts), len(hosts), max(1, len(hosts) - 1)])
@@ -42,10 +41,10 @@ def draw(kind: str, seed: int, grace: float | None = None) -> Plan:
         elif left > 1:
             faults.append((at, "kill" if kind == "back" else kind, chance.randrange(len(hosts))))
             left -= 1
-    if grace is not None and chance.random() < 0.5:
+    if lease is not None and chance.random() < 0.5:
         away_at, everybody = chance.uniform(1.0, at), tuple(range(len(hosts)))
         faults.append((away_at, "lose_store", everybody))
-        faults.append((away_at + chance.uniform(0.0, 0.6 * grace), "find_store", everybody))
+        faults.append((away_at + chance.uniform(0.0, 7.0), "find_store", everybody))
         faults.sort(key=lambda fault: fault[0])
     recovers_at = at + 3 * work.commit_seconds + 10.0
     return Plan(
@@ -57,8 +56,8 @@ def draw(kind: str, seed: int, grace: float | None = None) -> Plan:
         min_nodes=1,
         stall_timeout=None,
         work=work,
-        directories=(0,) * len(hosts) if seed % 3 == 0 and grace is None else (),
-        grace=grace,
+        directories=(0,) * len(hosts) if seed % 3 == 0 and lease is None else (),
+        lease=lease,
     )
 
 
@@ -69,8 +68,8 @@ def failures_of(plan: Plan) -> list[str]:
     return simulation.failures
 
 
-def failing_seeds(kind: str, grace: float | None, first: int) -> list[int]:
-    return [seed for seed in range(first, first + CHUNK) if failures_of(draw(kind, seed, grace))]
+def failing_seeds(kind: str, lease: float | None, first: int) -> list[int]:
+    return [seed for seed in range(first, first + CHUNK) if failures_of(draw(kind, seed, lease))]
 
 
 def describe(plan: Plan) -> str:
@@ -84,13 +83,13 @@ def describe(plan: Plan) -> str:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nobody_who_works_is_expelled(kind: str, form: str, record_property: Callable[[str, object], None]) -> None:
-    grace = FORMS[form]
+    lease = FORMS[form]
     number = max(1, NUM_HISTORIES * 2 // 5) if kind == "very long steps" else NUM_HISTORIES
-    chunks = [(kind, grace, first) for first in range(FIRST_SEED, FIRST_SEED + number, CHUNK)]
+    chunks = [(kind, lease, first) for first in range(FIRST_SEED, FIRST_SEED + number, CHUNK)]
     with two_processes() as pool:
         for seeds in pool.starmap(failing_seeds, chunks, chunksize=1):
             for seed in seeds:
-                pytest.fail(f"seed {seed}: {describe(draw(kind, seed, grace))}")
+                pytest.fail(f"seed {seed}: {describe(draw(kind, seed, lease))}")
     record_property("histories", f"{len(chunks) * CHUNK} of work, seeds from {FIRST_SEED} on: {kind}, {form}")
 
 
@@ -117,12 +116,12 @@ def test_whoever_is_busy_the_others_wait_for_it(busy: int, topology: Topology) -
 
 
 @pytest.mark.parametrize("busy", range(3))
-def test_who_ends_its_work_while_the_one_store_is_away_is_waited_for(busy: int) -> None:
-    """Another one has died meanwhile. Who comes to the agreement then cannot say so until the store is back."""
+def test_who_ends_its_work_while_etcd_is_away_is_waited_for(busy: int) -> None:
+    """Another one has died meanwhile, and no decision can be claimed."""
     work = Work(busy=(busy, 10, 14.0))
     faults: list[Fault] = [(8.0, "kill", (busy + 1) % 3)]
     faults += [(14.0, "lose_store", (0, 1, 2)), (23.0, "find_store", (0, 1, 2))]
-    plan = Plan(1, (1,) * 3, tuple(faults), 60.0, min_nodes=1, stall_timeout=None, work=work, grace=FORMS["one store"])
+    plan = Plan(1, (1,) * 3, tuple(faults), 60.0, min_nodes=1, stall_timeout=None, work=work, lease=FORMS["etcd"])
     assert failures_of(plan) == []
 
 

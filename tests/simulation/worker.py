@@ -15,7 +15,6 @@ from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.liveness import Watcher, ping_interval
 from elastic_train.protocol.other_sides import OtherSides
 from elastic_train.world import Member, World
-from tests.simulation.finder import SimFinder
 from tests.simulation.group import Group
 from tests.simulation.links import SimLinks
 from tests.simulation.process import Address, Process, SimStore
@@ -89,12 +88,11 @@ class Worker:
             self._cut,
             self._tend,
             process.clock,
-            store_grace=simulation.form.store_grace,
             give_up=self._give_up,
             topology=plan.topology,
             pace=Pace(peer_timeout, plan.stall_timeout),
         )
-        self.finder = SimFinder(process, simulation.posts, self.known)
+        self.finder = simulation.form.finder(self)
         self.job = simulation.form.job(self)
         self.membership = Membership(
             self.job,
@@ -112,7 +110,7 @@ class Worker:
             sockets=None,  # type: ignore[arg-type]
             group_store=None,  # type: ignore[arg-type]
             form=self._form_ahead,  # type: ignore[arg-type]
-            other_sides=self._other_sides() if plan.grace is None else None,
+            other_sides=self._other_sides(),
             surroundings=Surroundings(
                 process.clock, process.sleep, machines.draw_uid, process.start, poll_seconds=POLL_SECONDS
             ),
@@ -247,8 +245,7 @@ class Worker:
             self._end("left_out", str(error))
             self.simulation.come_back(self)
         except Exception as error:
-            if not self.simulation.form.may_end(self, error):
-                self.simulation.fail_of(self, error)
+            self.simulation.fail_of(self, error)
             self._end("error", repr(error))
 
     def _end(self, ending: str, why: str) -> None:

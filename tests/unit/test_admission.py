@@ -48,9 +48,6 @@ class Queue:
     def beside(self, _member: Member) -> Any:
         return SimpleNamespace(put=lambda _key, _value: None)
 
-    def is_left_behind(self, _world: World) -> bool:
-        return False
-
 
 def member(number: int, **agreement: Any) -> Member:
     address = ("10.0.0.1", number)

@@ -509,18 +509,6 @@ print(oldest, flush=True)
     assert float(told) < FROZEN
 
 
-@pytest.mark.parametrize("is_awake", [False, True])
-def test_who_was_at_something_else_does_not_excuse_the_silent(open_links: Open, is_awake: bool) -> None:
-    one, other = open_links("a"), open_links("b")
-    meet(one, other)
-    before = heard(one, "b").heard_at
-    time.sleep(4 * INTERVAL + 0.6)
-    if is_awake:
-        one.note_awake()
-    one.turn(0.0)
-    assert (heard(one, "b").heard_at == before) == is_awake
-
-
 # --- what ends a turn -------------------------------------------------------------------------------------------------
 
 

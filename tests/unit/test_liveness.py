@@ -20,7 +20,7 @@ import pytest
 from elastic_train.elastic.connect import answering
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Liveness
-from elastic_train.protocol.heartbeat import FIRST_SECONDS, LONGEST_PAUSE, Pace, verdicts_of
+from elastic_train.protocol.heartbeat import FIRST_SECONDS, Pace, verdicts_of
 from elastic_train.protocol.laws import IN_TIME
 from elastic_train.protocol.links import Links
 from elastic_train.protocol.liveness import Watcher, WatcherThread
@@ -185,8 +185,6 @@ class FakeLinks:
     def turn(self, seconds: float) -> bool:
         return False
 
-    def note_awake(self) -> None: ...
-
     def close(self) -> None:
         self.is_closed = True
 
@@ -197,7 +195,6 @@ class Group:
     def __init__(
         self,
         size: int,
-        store_grace: float | None = None,
         max_world_size: int | None = None,
         topology: Topology = STANDARD,
     ) -> None:
@@ -215,8 +212,6 @@ class Group:
                 self.cutter(rank),
                 self.tend,
                 self.clock,
-                store_grace,
-                self.warnings.append,
                 self.given_up.append,
                 topology,
                 pace=Pace(PEER_TIMEOUT, STALL_TIMEOUT),
@@ -863,131 +858,6 @@ def test_background_tasks_are_done_while_there_is_a_world_and_without_one(group:
     group.tended.clear()
     group.pass_time(1.0)
     assert (None, False) in group.tended
-
-
-def test_where_no_store_is_needed_by_all_its_absence_is_nothing(group: Group) -> None:
-    group.is_store_down = True
-    group.pass_time(600)
-    assert group.cuts == [0, 0, 0]
-    assert group.warnings == []
-    assert not any(watcher.store_silence.is_too_long or watcher.store_silence.is_felt for watcher in group.watchers)
-
-
-@pytest.fixture
-def graced() -> Group:
-    group = Group(2, store_grace=30.0)
-    group.enter()
-    group.note_step(0.1)
-    group.turn()
-    return group
-
-
-def test_a_store_with_a_grace_may_be_away_for_so_long(graced: Group) -> None:
-    graced.is_store_down = True
-    graced.pass_time(29)
-    assert graced.cuts == [0, 0]
-    assert len(graced.warnings) == 2, "each member says it once"
-    assert "training goes on for up to 30 s" in graced.warnings[0]
-    assert all(watcher.store_silence.is_felt for watcher in graced.watchers)
-    graced.is_store_down = False
-    graced.pass_time(29)
-    assert graced.cuts == [0, 0]
-    assert not any(watcher.store_silence.is_felt for watcher in graced.watchers)
-    assert [text for text in graced.warnings if "answers again" in text] == graced.warnings[2:]
-    graced.is_store_down = True
-    graced.pass_time(31)
-    assert all(watcher.store_silence.is_too_long for watcher in graced.watchers), "their next step is the last"
-    assert graced.cuts == [0, 0], "of a world whose members all live"
-    graced.pass_time(7 * PEER_TIMEOUT)
-    assert min(graced.cuts) >= 1, "no step has ended since"
-
-
-def test_an_outage_of_the_store_blames_no_peer(graced: Group) -> None:
-    graced.is_store_down = True
-    graced.pass_time(30 + 7 * PEER_TIMEOUT)
-    assert min(graced.cuts) >= 1
-    assert [watcher.verdicts for watcher in graced.watchers] == [{}] * 2
-    assert graced.watchers[0].reason == "down"
-    assert graced.status(1) is Liveness.ALIVE
-
-
-def test_a_death_is_seen_while_the_store_is_away(graced: Group) -> None:
-    graced.is_store_down = True
-    graced.pass_time(10)
-    graced.kill(1)
-    graced.turn()
-    assert graced.cuts[0] == 1
-    assert graced.status(1) is Liveness.DEAD
-
-
-def test_a_store_that_is_back_at_the_end_of_its_grace_is_lost_no_more(graced: Group) -> None:
-    """The training thread has an answer first, and forms the next world before the watchers' next turn."""
-    graced.is_store_down = True
-    graced.pass_time(31)
-    assert all(watcher.store_silence.is_too_long for watcher in graced.watchers)
-    for watcher in graced.watchers:
-        watcher.leave()
-        watcher.store_silence.note_answer()
-    graced.enter()
-    graced.pass_time(1)  # the stores of the watchers are still away
-    assert not any(watcher.store_silence.is_too_long for watcher in graced.watchers)
-
-
-def test_the_step_in_hand_ends_within_the_grace(graced: Group) -> None:
-    graced.is_store_down = True
-    for watcher in graced.watchers:
-        watcher.pace.slowest_step = 10.0
-    graced.pass_time(19)
-    assert not any(watcher.store_silence.is_too_long for watcher in graced.watchers)
-    graced.pass_time(2)
-    assert all(watcher.store_silence.is_too_long for watcher in graced.watchers)
-
-
-def test_a_lone_member_meets_the_end_of_the_grace_at_its_next_step() -> None:
-    """It cannot know whether another start has taken its place."""
-    group = Group(1, store_grace=30.0)
-    group.enter()
-    group.is_store_down = True
-    group.pass_time(29)
-    assert not group.watchers[0].store_silence.is_too_long
-    group.pass_time(3)
-    assert group.watchers[0].store_silence.is_too_long
-    group.pass_time(20 * PEER_TIMEOUT)
-    assert group.cuts == [0], "it waits for nobody, however long its step takes"
-
-
-def test_who_was_suspended_for_longer_than_the_grace_ends_its_world_and_has_not_waited(graced: Group) -> None:
-    """Others may have gone on without it. The step in hand ends, all the same: nobody has waited for that."""
-    graced.is_store_down = True
-    graced.pass_time(2)
-    graced.clock.now += 3600.0
-    graced.pass_time(2)
-    assert all(watcher.store_silence.is_too_long for watcher in graced.watchers), "their next step is the last"
-    assert graced.cuts == [0, 0]
-    assert all(watcher.store_silence.awake.seconds < 2 + LONGEST_PAUSE + 2 for watcher in graced.watchers)
-    graced.pass_time(30 + 7 * PEER_TIMEOUT)
-    assert min(graced.cuts) >= 1, "no step has ended since"
-
-
-@pytest.mark.parametrize(("seconds", "is_awake"), [(0.4 * PEER_TIMEOUT, True), (0.6 * PEER_TIMEOUT, False)])
-@pytest.mark.parametrize("is_store_down", [False, True])
-def test_a_watcher_is_awake_in_its_tasks_unless_they_last_too_long(
-    seconds: float, is_awake: bool, is_store_down: bool
-) -> None:
-    clock, noted = Clock(), 0
-
-    class NotingLinks(FakeLinks):
-        def note_awake(self) -> None:
-            nonlocal noted
-            noted += 1
-
-    def tend(_world: World | None, _is_spokesman: bool) -> None:
-        clock.now += seconds
-        if is_store_down:
-            raise StoreUnreachable("down")
-
-    Watcher(NotingLinks(clock), PEER_TIMEOUT, lambda: None, tend, clock, store_grace=30.0).turn()
-    assert noted == is_awake
 
 
 # --- the thread -------------------------------------------------------------------------------------------------------

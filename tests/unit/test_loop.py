@@ -17,7 +17,6 @@ from torch.utils.data import TensorDataset, default_collate
 from elastic_train.config import Config
 from elastic_train.elastic.loop import bundled
 from elastic_train.elastic.trainer import Program, Trainer
-from elastic_train.elastic.world_end import votes_of
 from elastic_train.errors import FormationFailed, SnapshotError, TrainingDiverged, UsageError
 from elastic_train.protocol.heartbeat import FIRST_SECONDS, LEAST_SECONDS, Pace
 from elastic_train.rules import Activity
@@ -43,7 +42,6 @@ class Watched(Task):
         self.watcher = SimpleNamespace(
             do=lambda *_: None,
             pace=Pace(10.0),
-            store_silence=SimpleNamespace(is_too_long=False),
             announce_broken=lambda: None,
         )
         self.patience: list[float] = []
@@ -566,19 +564,6 @@ def test_an_exit_in_the_code_that_is_trained_is_an_error() -> None:
     loop, _, _ = make_loop(task)
     with pytest.raises(RuntimeError, match=r"called sys.exit\(0\) at step 0: to end training there, return"):
         loop.run(WORLD, steps(task))
-
-
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_who_has_lost_the_store_votes_for_the_end_of_the_world(is_lost: bool) -> None:
-    worker: Any = SimpleNamespace(stop=SimpleNamespace(votes=lambda: (0, 0)))
-    reductions: list[None] = []
-    membership: Any = SimpleNamespace(
-        note_reduction=lambda: reductions.append(None),
-        joins=SimpleNamespace(vote=lambda: 0, follow_vote=lambda world, vote: None),
-        watcher=SimpleNamespace(store_silence=SimpleNamespace(is_too_long=is_lost)),
-    )
-    assert votes_of(worker, membership) == (0, int(is_lost), 0)
-    assert len(reductions) == 1, "a world is settled by them"
 
 
 @pytest.mark.parametrize(("compiles", "patience"), [(True, FIRST_SECONDS), (False, LEAST_SECONDS)])

@@ -6,18 +6,14 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
 from elastic_train.config import Config
-from elastic_train.elastic import exits, next_world, run
-from elastic_train.elastic.barriers import Barriers, Surroundings, Waits
-from elastic_train.elastic.exits import Exits
+from elastic_train.elastic import run
 from elastic_train.elastic.next_world import Survivors
-from elastic_train.errors import ElasticTrainError, FormationFailed, JobFailed, LeftOut, Stopped, UsageError
+from elastic_train.errors import ElasticTrainError, FormationFailed, JobFailed, UsageError
 from elastic_train.protocol.agreement import Fatal
-from elastic_train.protocol.store import MemoryStore
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.stopping import StopSignal
 from elastic_train.storage.ownership import OWNER_RECORD
@@ -97,72 +93,6 @@ def test_who_hears_of_such_an_error_ends_with_it(
     survivors = Survivors(
         part, part, part, part, facts={}, newcomers=nothing, check=nothing, require_no_better=nothing, log=nothing
     )
-    monkeypatch.setattr(next_world, "expect_answer", lambda _job, _watcher: None)
     monkeypatch.setattr(survivors, "_agree", lambda *_arguments: found)
     with pytest.raises(JobFailed, match=re.escape("no parallel()")):
         survivors.decide(nothing, has_formed=True, started=0.0)
-
-
-# --- a new start that takes the job away as soon as rank 0 is through ----------------------------------------------
-
-
-class Taken(MemoryStore):
-    """Of a job that was taken away: nothing is written any more."""
-
-    def put(self, key: str, value: str) -> None:
-        raise LeftOut("this worker's job is over")
-
-    def create(self, key: str, value: str) -> str:
-        raise LeftOut("this worker's job is over")
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_who_is_through_is_through_though_its_job_is_taken_away(rank: int) -> None:
-    store, world = Taken(), MagicMock(rank=rank, world_size=2)
-    job: Any = SimpleNamespace(
-        world_store=lambda _world: store,
-        parting_store=lambda _world: store,
-        world_key=lambda _world: "world",
-        announce=lambda _world, name, text: store.create(name, text),
-        finish=lambda _world: store.put("over", "finished"),
-        say_ready=lambda _world: store.put("ready", ""),
-    )
-    barriers = Barriers(job, MagicMock(), Waits(10.0, 10.0, 10.0), Surroundings(), lambda: None)
-    barriers.announce_finished(world, "{}")
-    barriers.finish(world)
-    barriers.end_together(world)
-    job.seconds_to_wait = lambda _world, _answered: 0.0
-    with pytest.raises(LeftOut):  # who is not through is left out
-        barriers.wait_for_workers(world)
-
-
-def test_who_is_through_is_through_though_it_is_told_to_stop_and_the_store_is_away() -> None:
-    """The store of a training thread raises Stopped between two attempts."""
-
-    class Away(MemoryStore):
-        def put(self, key: str, value: str) -> None:
-            raise Stopped(15)
-
-    job: Any = SimpleNamespace(
-        world_store=lambda _world: Away(), parting_store=lambda _world: MemoryStore(), world_key=lambda _world: "world"
-    )
-    world = MagicMock(rank=0, world_size=1)
-    Barriers(job, MagicMock(), Waits(10.0, 10.0, 10.0), Surroundings(), lambda: None).end_together(world)
-
-
-@pytest.mark.parametrize("is_spare", [False, True])
-def test_a_watcher_that_finds_the_job_taken_away_sends_nobody_back_who_is_through(
-    is_spare: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exits, "set_group_timeout", lambda _timeout: None)
-    monkeypatch.setattr(exits, "write_result", lambda *_, **_fields: b'{"wall_seconds": 1, "goodput": {"ratio": 1}}')
-    worker, membership, saver = MagicMock(), MagicMock(), MagicMock()
-    membership.watcher.leave.side_effect = LeftOut("this worker's job is over")
-    worker.state.test_metrics, saver.unsaved.return_value = {}, ""
-    world, ends = (
-        MagicMock(num_spares=0, is_directory_leader=False),
-        Exits(worker, membership, saver, MagicMock(), MagicMock()),
-    )
-    code = ends.finish_as_spare(world, "{}") if is_spare else ends.finish(world, "finished", is_saved=True)
-    assert code == 0
-    worker.reporter.events.write.assert_called_once_with("done", outcome="finished")

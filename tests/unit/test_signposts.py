@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
 from torch.distributed import HashStore, TCPStore
 
 from elastic_train.elastic.barriers import Waits
-from elastic_train.elastic.connect import finder_of
+from elastic_train.elastic.connect import Applicant, Endpoints, place_of
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol import addresses, signposts
 from elastic_train.protocol import names as protocol_names
@@ -203,7 +203,8 @@ def test_join_timeout_says_how_long_the_first_endpoint_is_waited_for(clock: Cloc
     """The first pod of a job may come hours after the others; --formation-timeout is for a world that forms."""
     c10d = C10dSettings((f"localhost:{port}",), 1, 4, last_call=2.0, is_host=False, join_timeout=3000.0)
     waits = Waits(formation_timeout=1.0, peer_timeout=1.0, wait_timeout=1.0)
-    posts = finder_of(Launch(c10d=c10d), waits, None, StopSignal())
+    applicant = Applicant(Launch(c10d=c10d), StopSignal(), waits, None, None, log=print, warn=print)
+    posts, _ = place_of(applicant, cast(Endpoints, None))
     assert isinstance(posts, Signposts)
     posts._clock = clock
     assert look(posts, clock) == ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_train.elastic.barriers import Waits
-from elastic_train.elastic.connect import finder_of
+from elastic_train.elastic.connect import launcher_of
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.join_queue import Finder
 from elastic_train.rendezvous.launch import Launch
@@ -85,7 +85,7 @@ def test_the_steps_of_a_job_leave_the_ports_around_it_to_the_jobs_around_it() ->
 
 def finder_at(port: int, environ: dict[str, str]) -> Finder:
     here = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    return finder_of(Launch.from_environment(TASK | here | environ, None), WAITS, None, StopSignal())
+    return launcher_of(Launch.from_environment(TASK | here | environ, None), WAITS, StopSignal())
 
 
 def test_a_step_at_the_port_of_another_one_is_a_stranger() -> None:

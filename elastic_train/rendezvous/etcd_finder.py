@@ -1,0 +1,303 @@
+"""Where newcomers find a job in etcd, and who begins it: a join_queue.Finder that needs no machine in particular.
+
+Below the job's entry (etcd_job.py), under a lease of the process that writes them:
+
+- `sign`: stores of some members, and the token of their job; rank 0 writes it every second.
+- `begin`: the store of the one that begins, which has created it.
+- `nodes/UID`: every worker.
+
+Nobody trains by them. A sign goes with the lease of who wrote it last; before that, where nobody listens at any store
+that it names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable, going_on
+from elastic_train.protocol.arbiter import Arbiter
+from elastic_train.protocol.probes import Probe, probe
+from elastic_train.rendezvous.etcd import Etcd, Transaction
+from elastic_train.rendezvous.etcd_arbiter import arbiter_in
+from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS, Connections, Entry
+from elastic_train.rendezvous.etcd_errors import LeaseLost
+from elastic_train.rendezvous.etcd_job import NodeLease, delete_job, open_job
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
+from elastic_train.rendezvous.etcd_store import EtcdStore, stamp, text_of
+from elastic_train.world import Address
+
+LOOK_SECONDS = 0.3
+"""between two looks of a newcomer"""
+KEEP_SECONDS = 0.5
+"""between two turns of the thread that keeps sign and leases"""
+FRESH_SECONDS = 3.0
+"""after which a member that is not asked any more to show a sign writes it no longer"""
+REFUSED_SECONDS = 3.0
+"""in which nobody has written a sign anew, where nobody listens at any store that it names"""
+WARN_SECONDS = 5.0
+"""of etcd's silence before anybody is told"""
+REPORT_SECONDS = 10.0
+"""between two lines to the person who waits with us"""
+CLOSE_SECONDS = 3.0
+"""for tidying up at the end; what is left then runs out with the leases"""
+MOST_NAMED = 16
+"""stores in a sign"""
+MOST_PROBED = 16
+"""others at the end, of whom it is looked who is dead"""
+
+
+class EtcdFinder:
+    """As join_queue.Finder. Connects when it is made. Blocks for the grace where etcd does not answer.
+
+    The training thread looks, and the watcher's says what is to be shown; a thread of its own writes it, so that
+    neither waits for etcd where a job runs. There is no lock: what is assigned is one reference.
+
+    Args:
+        uid: of this process.
+        address: of the store that it serves.
+        lease: seconds after which it is gone to newcomers that cannot reach it.
+        check: raises Stopped where this worker was told to stop.
+        log: tells the person in front of this node what is being waited for.
+        warn: tells of what is not as it should be, while it trains.
+        earlier: stores of members that the run directory names.
+
+    Raises:
+        StoreUnreachable, StoreRefused: as every call of etcd.
+    """
+
+    def __init__(
+        self,
+        settings: EtcdSettings,
+        run_id: str,
+        *,
+        uid: str,
+        address: Address,
+        lease: float,
+        check: Callable[[], None],
+        log: Callable[[str], None],
+        warn: Callable[[str], None],
+        earlier: Callable[[], Sequence[Address]] = lambda: (),
+    ) -> None:
+        self._settings, self._run_id, self._uid, self._address = settings, run_id, uid, address
+        self._seconds, self._check, self._log, self._warn = lease, check, log, warn
+        self._earlier = earlier
+        self._connections = Connections(settings)
+        self._etcd = Etcd(self._connections, deadline=ATTEMPT_SECONDS, attempt_seconds=ATTEMPT_SECONDS / 2)
+        self._reported_at = time.monotonic()
+        self._silent_since: float | None = None
+        self._has_warned = False
+        patient = Etcd(self._connections, deadline=settings.grace, before_retry=self._before_retry)
+        try:
+            self._own = self._open(patient)
+        except BaseException:
+            self._connections.close()
+            raise
+        self._next_keep = time.monotonic() + lease / 4
+        self._looked_at = -1e9
+        self._seen: tuple[Address, ...] = ()
+        self._stood: tuple[list[str], float] = ([], 0.0)
+        """what was shown, and since when"""
+        self._sign: tuple[str, Sequence[Address], str, bool] | None = None
+        """what this process shows: a key's name, stores, a job's token, and whether only where nothing is shown"""
+        self._shown_at, self._num_shown = -1e9, 0
+        self._last_read: str | None = None
+        """what was shown, by the last turn of the thread that keeps it"""
+        self._other_jobs: tuple[Address, ...] = ()
+        """found since they were last asked for"""
+        self._has_world = False
+        self._is_closed = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="signs", daemon=True)
+        self._keeper.start()
+
+    def arbiter(self) -> Arbiter:
+        """Whose claims lie in the job's entry as it is now; where that runs out there are none any more."""
+        return arbiter_in(self._own.store, self._own.job.prefix)
+
+    def _open(self, etcd: Etcd) -> NodeLease:
+        while True:
+            job = open_job(etcd, self._settings, self._run_id)
+            store = EtcdStore(self._etcd, lease=job.lease, guard=job.guard)
+            own = NodeLease(store, job, self._uid, json.dumps(self._address), self._seconds)
+            with contextlib.suppress(LeftOut):  # the last of the others has taken it away at this moment
+                own.keep()
+                return own
+
+    def _before_retry(self, why: str) -> None:
+        """Between two attempts of the training thread: it can be stopped, and says what it waits for."""
+        self._check()
+        self._report(why)
+
+    def _report(self, why: str) -> None:
+        now = time.monotonic()
+        if now > self._reported_at + REPORT_SECONDS:
+            self._log(f"waiting for etcd, {self._settings.grace:.0f} s at most: {why}")
+            self._reported_at = now
+
+    # --- for who has no world -----------------------------------------------------------------------------------------
+
+    def addresses(self) -> Sequence[Address]:
+        now = time.monotonic()
+        if now < self._looked_at + LOOK_SECONDS:
+            return self._seen
+        found: list[Address] = []
+        try:
+            for entry in self._shown(self._own):
+                found += stores_in(text_of(entry))
+            self._note_answer()
+        except StoreUnreachable as error:
+            silence = self._note_none(error)
+            if not self._has_world:
+                self._report(str(error))
+                if silence > self._settings.grace:
+                    raise
+        self._seen = tuple(dict.fromkeys([*found, *self._earlier()]))
+        self._looked_at = time.monotonic()
+        return self._seen
+
+    def is_beginner(self) -> bool:
+        own = self._own
+        try:
+            sign, begin = self._shown(own)
+            is_mine = begin is not None and json.loads(text_of(begin) or "{}").get("by") == self._uid
+            if sign is None and is_mine:
+                return True
+            theirs = [text for text in (text_of(sign), None if is_mine else text_of(begin)) if text is not None]
+            if theirs and not self._are_gone(theirs):
+                return False
+            etcd, (sign_key, begin_key) = own.store.etcd, self._keys(own)
+            conditions = [
+                etcd.is_created_at(own.job.guard.key, own.job.guard.create_revision),
+                etcd.is_at(sign_key, sign.mod_revision if sign else 0),
+                etcd.is_at(begin_key, begin.mod_revision if begin else 0),
+            ]
+            value = stamp() + self._text([self._address], "").encode()
+            changes = [etcd.delete_request(sign_key), etcd.put_request(begin_key, value, own.lease)]
+            has_begun = etcd.transact(Transaction(conditions, changes)).succeeded
+        except (StoreUnreachable, LeaseLost):  # the next look tells; or it hung for a while, and the keeper sees it
+            return False
+        if has_begun and theirs:
+            self._log(f"every worker of an earlier start of run id {self._run_id!r} is gone: a new start begins")
+        return has_begun
+
+    def _are_gone(self, texts: list[str]) -> bool:
+        """Whether nobody writes these signs anew, and nobody listens at any store that they name."""
+        now = time.monotonic()
+        if texts != self._stood[0]:
+            self._stood = texts, now
+        if now - self._stood[1] < REFUSED_SECONDS:
+            return False
+        return all(probe(store) is Probe.REFUSED for text in texts for store in stores_in(text))
+
+    def _shown(self, own: NodeLease) -> list[Entry | None]:
+        return own.store.etcd.get_many(self._keys(own))
+
+    @staticmethod
+    def _keys(own: NodeLease) -> tuple[str, str]:
+        return f"{own.job.prefix}/sign", f"{own.job.prefix}/begin"
+
+    def _text(self, stores: Sequence[Address], job_token: str) -> str:
+        self._num_shown += 1  # who looks whether anybody writes sees it change
+        named = list(dict.fromkeys([self._address, *stores]))[:MOST_NAMED]
+        return json.dumps({"stores": named, "job": job_token, "by": self._uid, "number": self._num_shown})
+
+    # --- for who keeps the job ----------------------------------------------------------------------------------------
+
+    def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
+        self._shown_at = time.monotonic()
+        self._sign = ("sign" if job_token else "begin", addresses, job_token, if_missing)
+
+    def keep(self, *, has_world: bool) -> None:
+        self._has_world = has_world
+        sign = self._sign
+        is_of_job = sign is not None and sign[0] == "sign"
+        if (has_world or is_of_job) and time.monotonic() - self._shown_at > FRESH_SECONDS:
+            self._sign = None
+
+    def other_jobs(self) -> Sequence[Address]:
+        found, self._other_jobs = self._other_jobs, ()
+        return found
+
+    def describe(self) -> str:
+        return ",".join(self._settings.endpoints)
+
+    def _keep(self) -> None:
+        told: set[str] = set()
+        while not self._is_closed.wait(KEEP_SECONDS):
+            with going_on(told, f"etcd at {self.describe()}"):
+                try:
+                    if self._keep_once():
+                        self._note_answer()
+                except StoreUnreachable as error:
+                    if not self._is_closed.is_set():
+                        self._note_none(error)
+                except LeftOut:  # its lease is over, or the entry's, for all in that were away for long
+                    self._own.end(self._etcd)
+                    self._own = self._open(self._etcd)
+
+    def _keep_once(self) -> bool:
+        """Whether etcd was asked for anything. Raises: StoreUnreachable; LeftOut where a lease or the entry is gone."""
+        own, sign = self._own, self._sign
+        is_due = time.monotonic() >= self._next_keep
+        if is_due:
+            own.keep()
+            self._next_keep = time.monotonic() + self._seconds / 4
+        if sign is None:
+            return is_due
+        name, stores, token, if_missing = sign
+        key = f"{own.job.prefix}/{name}"
+        text, mine = own.store.get(key), own.store.under(own.lease)
+        there = None if text is None else json.loads(text)
+        if there is None:
+            mine.create(key, self._text(stores, token))
+        elif name == "begin":
+            if there["by"] == self._uid:  # else it has taken this one's place, or is of the same job
+                mine.put(key, self._text(stores, token))
+        else:
+            if there["job"] != token:
+                # Two jobs of one run id that know nothing of each other take turns: each sees the other's sign.
+                self._other_jobs = stores_in(text)
+            if not if_missing or text == self._last_read:  # who has written it may be dead by now
+                mine.put(key, self._text(stores, token))
+        self._last_read = text
+        return True
+
+    def _note_answer(self) -> None:
+        since, self._silent_since = self._silent_since, None
+        if self._has_warned and since is not None:
+            self._has_warned = False
+            self._warn(f"etcd answers again, after {time.monotonic() - since:.0f} s")
+
+    def _note_none(self, error: StoreUnreachable) -> float:
+        """For how many seconds it has been silent."""
+        since = self._silent_since
+        if since is None:
+            since = self._silent_since = time.monotonic()
+        silence = time.monotonic() - since
+        if self._has_world and not self._has_warned and silence > WARN_SECONDS:
+            self._has_warned = True
+            self._warn(f"{error}; training goes on without it, but nobody finds the job there")
+        return silence
+
+    def close(self) -> None:
+        """Leave nothing behind: the last one out takes the entry away. Not long where etcd does not answer."""
+        self._is_closed.set()
+        self._keeper.join(2 * ATTEMPT_SECONDS)
+        own, etcd = self._own, Etcd(self._connections, CLOSE_SECONDS, CLOSE_SECONDS / 2)
+        with contextlib.suppress(StoreUnreachable, StoreRefused, LeftOut):
+            own.end(etcd)
+            others, _ = etcd.below(f"{own.job.prefix}/nodes/")
+            for other in others if len(others) <= MOST_PROBED else ():
+                host, port = json.loads(text_of(other) or "")
+                if probe((host, port)) is Probe.REFUSED:  # killed: its lease lasts longer than it
+                    etcd.delete(other.key)
+            delete_job(etcd, own.job, unless_below=(f"{own.job.prefix}/nodes/",))
+        self._connections.close()
+
+
+def stores_in(text: str | None) -> tuple[Address, ...]:
+    """That a sign names."""
+    return () if text is None else tuple((str(host), int(port)) for host, port in json.loads(text)["stores"])

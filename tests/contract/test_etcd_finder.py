@@ -1,0 +1,310 @@
+"""A job's entry in etcd: who begins, who is found, whose claim stands; with real members of etcd."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from elastic_train.errors import Stopped, StoreUnreachable
+from elastic_train.protocol.arbiter import MOST_REMOVED, OUTDATED, ArbiterSilent
+from elastic_train.rendezvous import etcd_finder
+from elastic_train.rendezvous.etcd import Etcd
+from elastic_train.rendezvous.etcd_connections import Connections
+from elastic_train.rendezvous.etcd_errors import Transient
+from elastic_train.rendezvous.etcd_finder import EtcdFinder
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
+from elastic_train.tools.drills.nodes import free_port, wait_until
+from elastic_train.world import Address
+
+PATIENCE = 60.0
+Make = Callable[..., EtcdFinder]
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def said() -> list[str]:
+    """What the finders have told a person."""
+    return []
+
+
+@pytest.fixture
+def make(etcd_settings: EtcdSettings, said: list[str], request: pytest.FixtureRequest) -> Iterator[Make]:
+    finders: list[EtcdFinder] = []
+
+    def make(address: Address, **changes: object) -> EtcdFinder:
+        named: dict[str, object] = {
+            "uid": f"uid{len(finders)}", "address": address, "lease": PATIENCE, "check": lambda: None,
+            "log": said.append, "warn": said.append,
+        }  # fmt: skip
+        finders.append(EtcdFinder(etcd_settings, request.node.name, **(named | changes)))  # type: ignore[arg-type]
+        return finders[-1]
+
+    yield make
+    for finder in finders:
+        finder.close()
+    connections = Connections(etcd_settings)
+    assert Etcd(connections, PATIENCE).below(f"/elastic_train/{request.node.name}/")[0] == [], "nothing is left"
+    connections.close()
+
+
+@pytest.fixture
+def listener() -> Iterator[Address]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[:2]
+
+
+def found(finder: EtcdFinder) -> list[Address]:
+    finder._looked_at = -1e9
+    return list(finder.addresses())
+
+
+def test_one_of_many_begins_and_the_others_find_it(make: Make, listener: Address) -> None:
+    finders = [make((f"h{number}", number)) for number in range(6)]
+    begun: list[bool] = [False] * 6
+    gate = threading.Barrier(6)
+
+    def begin(number: int) -> None:
+        gate.wait(PATIENCE)
+        begun[number] = finders[number].is_beginner()
+
+    threads = [threading.Thread(target=begin, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert sum(begun) == 1
+    first = begun.index(True)
+    assert finders[first].is_beginner(), "it still is"
+    assert all(found(finder) == [(f"h{first}", first)] for finder in finders)
+
+
+def test_where_a_job_runs_nobody_begins(make: Make, listener: Address) -> None:
+    one, other = make(listener), make(("h", 1))
+    stores = [listener, ("h2", 2)]
+    one.show(stores, "token")
+    wait_until(lambda: found(other) == stores, "the sign", PATIENCE)
+    assert not other.is_beginner()
+    time.sleep(etcd_finder.REFUSED_SECONDS + 1.0)
+    assert not other.is_beginner(), "somebody listens"
+
+
+def test_a_newcomer_finds_the_members_that_its_run_directory_names_too(make: Make) -> None:
+    assert found(make(("h", 1), earlier=lambda: [("h9", 9)])) == [("h9", 9)]
+
+
+def test_a_dead_job_is_taken_over_by_one(make: Make, said: list[str]) -> None:
+    """Nobody listens at any store of its, and nobody writes its sign anew, though the lease of who wrote it lasts."""
+    dead, finders = make(("127.0.0.1", free_port())), [make(("h", number)) for number in range(3)]
+    assert dead.is_beginner()
+    dead.show([dead._address], "token")
+    wait_until(lambda: dead._address in found(finders[0]), "the sign", PATIENCE)
+    for finder in finders:
+        assert not finder.is_beginner()
+    time.sleep(etcd_finder.REFUSED_SECONDS + 1.0)
+    assert not any(finder.is_beginner() for finder in finders), "it is written anew"
+    stop(dead)
+    deadline = time.monotonic() + PATIENCE
+    while not (begun := [finder.is_beginner() for finder in finders]).count(True):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert begun.count(True) == 1
+    assert found(finders[0]) == [finders[begun.index(True)]._address]
+    assert said == [f"every worker of an earlier start of run id {dead._run_id!r} is gone: a new start begins"]
+
+
+def stop(finder: EtcdFinder) -> None:
+    """As where its process is frozen, or killed: it writes no more."""
+    finder._is_closed.set()
+    finder._keeper.join(PATIENCE)
+
+
+def test_a_job_that_cannot_be_reached_is_taken_over_when_its_lease_is_over(make: Make, listener: Address) -> None:
+    frozen, newcomer = make(listener, lease=5.0), make(("h", 1))
+    frozen.show([listener], "token")
+    wait_until(lambda: found(newcomer) == [listener], "the sign", PATIENCE)
+    stop(frozen)
+    assert not newcomer.is_beginner()
+    wait_until(newcomer.is_beginner, "the end of its lease", PATIENCE)
+
+
+def test_two_jobs_of_one_run_id_see_each_other(make: Make, listener: Address) -> None:
+    one, other = make(listener), make(("h", 1))
+    one.show([listener], "first")
+    wait_until(lambda: found(other) == [listener], "the sign", PATIENCE)
+    seen: dict[str, Sequence[Address]] = {}
+
+    def both() -> bool:
+        one.show([listener], "first")
+        other.show([("h", 1)], "second")
+        for name, finder in (("one", one), ("other", other)):
+            seen[name] = finder.other_jobs() or seen.get(name, ())
+        return all(seen.values())
+
+    wait_until(both, "word of each other", PATIENCE)
+    assert seen == {"one": (("h", 1),), "other": (listener,)}
+
+
+def test_a_sign_is_repeated_no_longer_than_somebody_asks_for_it(make: Make, listener: Address) -> None:
+    finder = make(listener)
+    finder.show([listener], "token")
+    finder.keep(has_world=True)
+    assert finder._sign is not None
+    finder._shown_at -= etcd_finder.FRESH_SECONDS + 1.0
+    finder.keep(has_world=False)
+    assert finder._sign is None
+
+
+def test_an_entry_that_has_run_out_is_opened_anew(make: Make, listener: Address) -> None:
+    """All who were in it were away for long; claims there are none any more."""
+    finder = make(listener)
+    arbiter, before = finder.arbiter(), finder._own.job
+    assert arbiter.claim("job", 0, "a") == "a"
+    finder._own.store.etcd.revoke(before.lease)
+    finder._next_keep = 0.0
+    finder.show([listener], "token")
+    wait_until(lambda: finder._own.job.prefix != before.prefix, "another entry", PATIENCE)
+    wait_until(lambda: found(make(("h", 1))) == [listener], "its sign there", PATIENCE)
+    with pytest.raises(ArbiterSilent):
+        arbiter.claim("job", 0, "b")
+    assert not arbiter.sees("world")
+
+
+def test_who_was_frozen_takes_nobodys_place_again(make: Make, listener: Address) -> None:
+    frozen, other = make(listener, lease=3.0), make(("h", 1))
+    assert frozen.is_beginner()
+    stop(frozen)
+    wait_until(other.is_beginner, "the end of its lease", PATIENCE)
+    frozen.show([listener], "")
+    with suppress(Exception):  # its lease is gone
+        frozen._keep_once()
+    frozen._own = frozen._open(frozen._etcd)
+    frozen._keep_once()
+    assert not frozen.is_beginner()
+    assert found(frozen) == [("h", 1)]
+
+
+def test_the_wait_for_a_silent_etcd_can_be_stopped_and_ends_with_the_grace() -> None:
+    nowhere = EtcdSettings(("127.0.0.1:1",), grace=1.0)
+    named: dict[str, object] = {"uid": "u", "address": ("h", 1), "lease": 5.0, "log": print, "warn": print}
+
+    def stopped() -> None:
+        raise Stopped(signal.SIGTERM)
+
+    with pytest.raises(StoreUnreachable, match="does not answer"):
+        EtcdFinder(nowhere, "run", check=lambda: None, **named)  # type: ignore[arg-type]
+    with pytest.raises(Stopped):
+        EtcdFinder(replace(nowhere, grace=60.0), "run", check=stopped, **named)  # type: ignore[arg-type]
+
+
+def silent(finder: EtcdFinder, patch: pytest.MonkeyPatch) -> None:
+    def attempt(*_arguments: object) -> None:
+        raise Transient("away")
+
+    patch.setattr(Etcd, "_attempt", attempt)
+
+
+def test_training_goes_on_without_etcd_and_is_told_so_once(
+    make: Make, listener: Address, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finder = make(listener)
+    finder.keep(has_world=True)
+    finder.show([listener], "token")
+    with monkeypatch.context() as patch:
+        patch.setattr(etcd_finder, "WARN_SECONDS", 0.5)
+        silent(finder, patch)
+        wait_until(lambda: bool(said), "a warning", PATIENCE)
+        assert found(finder) == []
+        time.sleep(1.0)
+    wait_until(lambda: len(said) == 2, "word of its return", PATIENCE)
+    assert "training goes on without it" in said[0]
+    assert "etcd answers again" in said[1]
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_claim_of_a_generation_stands(make: Make) -> None:
+    one, other = make(("h", 1)).arbiter(), make(("h", 2)).arbiter()
+    assert one.claim("job", 3, None) is None
+    assert one.claim("job", 3, "a") == "a"
+    assert other.claim("job", 3, "b") == "a"
+    assert other.claim("job", 3, None) == "a"
+    assert other.claim("job", 4, "c") == "c", "another generation"
+    assert other.claim("another", 3, "d") == "d", "another start"
+
+
+def test_many_claim_at_once_and_all_read_the_same(make: Make) -> None:
+    arbiters = [make(("h", number)).arbiter() for number in range(6)]
+    standing: list[str | None] = []
+    gate = threading.Barrier(6)
+
+    def run(number: int) -> None:
+        gate.wait(PATIENCE)
+        standing.append(arbiters[number].claim("job", 0, f"decision {number}"))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert len(standing) == 6
+    assert len(set(standing)) == 1
+
+
+def test_a_claim_stands_though_its_reply_was_lost(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = make(("h", 1)).arbiter(), make(("h", 2)).arbiter()
+    real, lost = Etcd._attempt, list[str]()
+
+    def attempt(self: Etcd, method: object, request: object, give_up_at: float) -> object:
+        answer = real(self, method, request, give_up_at)  # type: ignore[arg-type]
+        if b"claim-job-0" in request.SerializeToString() and not lost:  # type: ignore[attr-defined]
+            lost.append("reply")
+            raise Transient("the answer was lost")
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Etcd, "_attempt", attempt)
+        assert one.claim("job", 0, "a") == "a"
+    assert lost
+    assert other.claim("job", 0, "b") == "a"
+
+
+def test_a_shown_name_is_seen_in_that_job_alone(make: Make) -> None:
+    one, other = make(("h", 1)).arbiter(), make(("h", 2)).arbiter()
+    for number in range(4):
+        one.show(f"world{number}")
+        one.tidy()
+        assert other.sees(f"world{number}")
+    assert other.sees("world2"), "members of that world may be about to look"
+    assert not other.sees("world0"), "nothing piles up"
+    assert not other.sees("another")
+
+
+def test_old_claims_are_removed_and_count_for_nothing(make: Make) -> None:
+    one, frozen = make(("h", 1)).arbiter(), make(("h", 2)).arbiter()
+    newest = 2 * OUTDATED + MOST_REMOVED - 1
+    for generation in range(newest + 1):
+        assert one.claim("job", generation, f"after {generation}") == f"after {generation}"
+    one.show("world")
+    one.tidy()
+    for decision in (None, "its own"):
+        assert frozen.claim("job", 0, decision) == f"after {newest}"
+
+
+def test_an_etcd_that_is_away_is_silent(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    finder = make(("h", 1))
+    arbiter = finder.arbiter()
+    with monkeypatch.context() as patch:
+        silent(finder, patch)
+        for ask in (lambda: arbiter.claim("job", 0, "a"), lambda: arbiter.show("world"), lambda: arbiter.sees("world")):
+            with pytest.raises(ArbiterSilent):
+                ask()
+        arbiter.tidy()
+    assert arbiter.claim("job", 0, "b") == "b"
