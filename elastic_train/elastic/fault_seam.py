@@ -12,7 +12,7 @@ thread never comes back). Points, in the order of a worker's life: `meet` (befor
 the list, before the process group is made), `sync` (the group stands, before the state is compared), `send` (this
 worker's state is the freshest, and another waits for its bytes), `step` (before a step's reduction), `commit` (right
 after a commit), `finish` (training is through, before result.json), `exit` (the process is about to end). Points of an
-agreement and of a join: `proposed` (as who proposes what follows a world, before the store decides), `planned` (as rank
+agreement and of a join: `proposed` (as who proposes what follows a world, before it is decided), `planned` (as rank
 0, before it invites the newcomers of a world that it has planned), `formed` (the group of that world stands beside the
 present one, and nobody was told). The last two, and the first in a join, are reached beside the training thread.
 Conditions: `rank` and `generation` (at `planned` and `formed` in the world that is planned), `step` (committed steps so

@@ -22,7 +22,7 @@ QUEUE_POLL_SECONDS = 0.03
 Node = tuple[Member, ...]
 """its workers in the join queue"""
 WHY_SECONDS = 1.0
-"""after which it asks for that again: etcd is asked over the network"""
+"""after which it asks for that again"""
 SETTLE_SECONDS = 0.5
 """nodes that become ready within so short a time are admitted together"""
 MOST_FAILED_PLANS = 2

@@ -304,8 +304,7 @@ def _through_worlds(ring: Ring, parts: RingParts, *, comes_back: bool) -> int:
         StoreUnreachable: the store is gone, and the job with it.
         FormationFailed: the job cannot go on. JobFailed: for another member's error, which would be all members'.
         UsageError: what the task gives cannot be used.
-        LeftOut: others have gone on, or all were suspended for so long that their job ran out; the state is saved
-            where nobody else has the run directory.
+        LeftOut: others have gone on; the state is saved where nobody else has the run directory.
     """
     try:
         return ring.run()

@@ -1,12 +1,12 @@
-"""Workers agree on the next world: one of them proposes, the job's store decides, any of them may die at any moment.
+"""Workers agree on the next world: one of them proposes, they decide, any of them may die at any moment.
 
 The protocol, for the members of the world that ends:
 
 1. Each member says that it is here (`Presence`), or that it leaves on purpose.
 2. The lowest rank that is neither dead nor silent collects what the others say, until each old rank is here, has left,
    is dead, or is given up. It adds the newcomers that it has chosen, and proposes the list (`Decision`).
-3. The job's store makes that list, or an earlier one, the only successor of the world (job.py). A worker that is not on
-   it must not train on.
+3. They make that list, or an earlier one, the only successor of the world (ballots.py). A worker that is not on it must
+   not train on.
 
 Nobody is special: when the proposer dies, the next rank proposes. Each look takes a bounded number of store operations
 and returns a value; a thin driver acts on it.
@@ -78,7 +78,7 @@ class Decision:
     """what the members know of the job, for the newcomers"""
 
     def __post_init__(self) -> None:
-        # Their texts are equal, and a fact of the job: a thousand copies are more than etcd takes in one request.
+        # Their texts are equal, and a fact of the job: a thousand copies would fill every store.
         object.__setattr__(self, "new", tuple(replace(one, agreement={}) for one in self.new))
 
     def to_json(self) -> str:

@@ -161,6 +161,17 @@ def test_a_sign_is_repeated_no_longer_than_somebody_asks_for_it(make: Make, list
     assert finder._sign is None
 
 
+def test_who_is_headless_writes_a_sign_anew_that_stands_still_and_no_other(make: Make, listener: Address) -> None:
+    """Newcomers would take a sign that nobody writes, and whose stores refuse, for that of a dead job."""
+    first, headless, newcomer = make(("h", 1)), make(listener), make(("h", 2))
+    first.show([("h", 1), listener], "token")
+    headless.show([("h", 1), listener], "token", if_missing=True)
+    wait_until(lambda: found(newcomer) == [("h", 1), listener], "the sign", PATIENCE)
+    time.sleep(3 * etcd_finder.KEEP_SECONDS)
+    stop(first)
+    wait_until(lambda: found(newcomer) == [listener, ("h", 1)], "its own one", PATIENCE)
+
+
 def test_an_entry_that_has_run_out_is_opened_anew(make: Make, listener: Address) -> None:
     """All who were in it were away for long; claims there are none any more."""
     finder = make(listener)

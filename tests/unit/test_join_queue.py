@@ -6,10 +6,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.join_queue import (
     CHECK_SECONDS,
     QUEUE_AGAIN_SECONDS,
@@ -123,6 +125,32 @@ def test_a_fixed_world_begins_with_each_of_its_ranks_once() -> None:
     assert in_a_fixed_world(1, 7) == [], "another world's"
     assert in_a_fixed_world(1, 1, 2) == [], "one of the two is a stranger, and nobody knows which"
     assert in_a_fixed_world(1, 1, 2, gone=[0]) == [["first0", "w1-0", "w2-0"]], "it was started again"
+
+
+def test_who_was_to_begin_begins_nothing_beside_a_job_that_cannot_be_reached() -> None:
+    """Its sign has come since, as in etcd."""
+    own, now, begun = MemoryStore(), [100.0], list[tuple[Member, ...]]()
+    finder = SimpleNamespace(
+        is_beginner=lambda: not signs, addresses=lambda: signs, show=lambda *_arguments: None, describe=lambda: "etcd"
+    )
+    signs: list[tuple[str, int]] = []
+    entrance = entrance_of(own, lambda: now[0], finder, begin=begun.append)
+    assert entrance.look(Waiting(member("host"), 1)) == "waiting for nodes: 1 of at least 1 are ready"
+    signs.append(("10.0.0.9", 5000))
+    entrance._clients._connect = unreachable
+    for _ in range(20):
+        now[0] += CHECK_SECONDS
+        assert entrance.look(Waiting(member("host"), 1)) == "waiting for the job at etcd"
+    assert begun == []
+    signs.clear()
+    for _ in range(20):
+        now[0] += CHECK_SECONDS
+        entrance.look(Waiting(member("host"), 1))
+    assert begun[0] == (member("host"),)
+
+
+def unreachable(_address: tuple[str, int]) -> MemoryStore:
+    raise StoreUnreachable("gone")
 
 
 def test_a_node_is_ready_when_all_its_workers_are() -> None:
