@@ -243,9 +243,9 @@ def test_another_communication_hook_is_refused_before_a_second_worker_joins() ->
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("samples", [10, 3])
+@pytest.mark.parametrize("samples", [10, 3, 1])
 def test_gradients_that_add_up_as_the_readme_has_it(samples: int) -> None:
-    """Clipped they are those of the whole batch, also where a part has no sample."""
+    """Clipped they are those of the whole batch, also where there are fewer samples than parts."""
     readme = (Path(own_loop.__file__).parents[1] / "training" / "README.md").read_text()
     [snippet] = [part for part in readme.split("```") if part.startswith("python\n") and "no_sync" in part]
 
@@ -261,7 +261,7 @@ def test_gradients_that_add_up_as_the_readme_has_it(samples: int) -> None:
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             self.syncs.append(self.is_summing)
-            return super().forward(inputs)
+            return super().forward(inputs.view(len(inputs), -1))  # which torch refuses where there is no sample
 
     torch.manual_seed(1)
     ddp, inputs, labels = Wrapped(4, 3), torch.randn(samples, 4), torch.arange(samples) % 3
@@ -279,6 +279,6 @@ def test_gradients_that_add_up_as_the_readme_has_it(samples: int) -> None:
         "nullcontext": nullcontext,
     }  # fmt: skip
     exec(snippet.removeprefix("python\n"), names)
-    assert Wrapped.syncs == [False, False, False, True]
+    assert Wrapped.syncs == [False] * (min(4, samples) - 1) + [True]
     torch.testing.assert_close(committed, [expected.detach()], rtol=0.02, atol=0.02)
     torch.testing.assert_close(ddp.weight.grad, whole.weight.grad, rtol=0.02, atol=0.02)
