@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from elastic_train.elastic.loading import load
 from elastic_train.errors import FormationFailed
@@ -201,7 +202,8 @@ class Taking:
         self.wait(check)
         skeleton, tensors = self._skeleton, self._tensors
         self._skeleton, self._tensors = {}, []
-        mine = {name: parameter.detach() for name, parameter in self._state.model.named_parameters()}
+        named = self._state.model.named_parameters()
+        mine = {name: parameter.detach() for name, parameter in named if not is_lazy(parameter)}
         load(self._state, put_together(skeleton, tensors, mine), self._source_name, is_peers=True)
         self._loaded(skeleton["run"]["clock"])
 

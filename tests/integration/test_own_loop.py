@@ -1114,3 +1114,48 @@ def test_a_loss_over_all_samples_of_a_step_as_the_readme_has_it(cluster: Cluster
     losses = [[round(e["loss"], 9) for e in events(cluster.path / name, "step")] for name in ("three", "one")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 6
+
+
+LAZY = """
+import time
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+import elastic_train
+
+model = torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.Tanh(), torch.nn.LazyLinear(1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def loss(module, batch):
+    time.sleep(0.02)
+    return F.mse_loss(module(batch[0]), batch[1])
+
+
+def train(training):
+    for epoch in training.epochs():
+        for share in training.shares():
+            training.commit(training.step(share, loss))
+
+
+numbers = torch.linspace(-1, 1, 160).unsqueeze(1)
+elastic_train.run(train, model, optimizer, TensorDataset(numbers, numbers.square()), elastic_train.parse_flags())
+"""
+
+
+@pytest.mark.slow
+def test_a_newcomer_takes_the_weights_of_lazy_modules(cluster: Cluster) -> None:
+    """Which its own have no shape yet for."""
+    (cluster.path / "script.py").write_text(LAZY)
+    flags = ["--epochs", "100000", "--global-batch-size", "16"]
+    nodes = cluster.start(*flags, nnodes="1:2", program=("script.py",))
+    wait_for_step(cluster.run_dir, 10, 180)
+    nodes += cluster.start(*flags, nnodes="1:2", program=("script.py",))
+    wait_until(lambda: worlds(cluster.run_dir)[-1:] == [(1, 2)], "it joins", 180)
+    begun = max(e["step"] for e in events(cluster.run_dir, "world"))
+    wait_for_step(cluster.run_dir, begun + 20, 180)
+    for node in nodes:
+        node.signal(signal.SIGTERM)
+    cluster.finish(nodes, code=1)
+    assert [e["cause"] for e in events(cluster.run_dir, "world") if e["rank"] == 0][1:] == ["join"]
+    assert not events(cluster.run_dir, "states_differ")

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 from elastic_train.elastic.handover import (
     PACKET_BYTES,
+    Taking,
     bytes_of,
     empty,
     flat,
@@ -83,6 +85,32 @@ def test_a_newcomer_has_the_same_state_and_goes_on_alike() -> None:
         state.model(torch.randn(4, 16, 4, 4)).square().mean().backward()
         state.optimizer.step()
     assert state_sha256(taker.model.state_dict()) == state_sha256(giver.model.state_dict()), "momenta came along"
+
+
+def test_a_newcomer_s_lazy_modules_get_the_shapes_of_the_others() -> None:
+    """Those who train have seen a batch, and it has not."""
+
+    def make() -> TrainState:
+        model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+        optimizer = torch.optim.AdamW(model.parameters())
+        return TrainState(model, optimizer, length=8, global_batch_size=4, epochs=2)
+
+    giver, taker = make(), make()
+    giver.model(torch.randn(4, 2)).sum().backward()
+    giver.optimizer.step()
+    giver.commit(0.5)
+    taking, clocks = Taking.__new__(Taking), list[dict[str, Any]]()
+    vars(taking).update(
+        _state=taker, _source=0, _loaded=clocks.append, _thread=SimpleNamespace(finish=lambda _check: None)
+    )
+    taking._skeleton, taking._tensors = received(giver)
+    taking.finish(lambda: None)
+    assert len(clocks) == 1
+    for state in (giver, taker):
+        state.optimizer.zero_grad()
+        state.model(torch.ones(4, 2).cumsum(0)).square().mean().backward()
+        state.optimizer.step()
+    assert state_sha256(taker.model.state_dict()) == state_sha256(giver.model.state_dict())
 
 
 @pytest.mark.parametrize("has_own_optimizer", [False, True])
