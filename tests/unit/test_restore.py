@@ -275,13 +275,15 @@ def test_the_totals_of_the_run_are_those_of_its_snapshot_until_its_state_has_com
     ring._stages.sync()
     expected = {Phase.TRAIN: 300.0, Phase.DOWN: 7.0}
     if came == "state":
-        state.clock.take_over({"totals": {phase.value: 0.0 for phase in Phase} | {Phase.TRAIN: 400.0}})
+        totals = {phase.value: 0.0 for phase in Phase} | {Phase.TRAIN: 400.0}
+        state.clock.take_over({"totals": totals, "node_totals": totals})
         reporter: Any = SimpleNamespace(tell_quarantines=print)
         report_of(reporter, state, "off").state_came_late(PAIR)
         expected = {Phase.TRAIN: 400.0}
     assert (state.generation, state.generations) == ((None, 0) if came == "position" else (PAIR.generation, 1))
 
-    saved = {"totals": {phase.value: 0.0 for phase in Phase} | {Phase.TRAIN: 300.0}, "saved_at": -7.0}
+    totals = {phase.value: 0.0 for phase in Phase} | {Phase.TRAIN: 300.0}
+    saved = {"totals": totals, "node_totals": totals, "saved_at": -7.0}
     offer = SimpleNamespace(path=Path("a"), restarts=(), is_same=lambda _other: True)
     read = {"read": saved, "settings": 1}
     monkeypatch.setattr(restore, "gather_json", lambda _mine: [read])
