@@ -290,6 +290,22 @@ def waits_without_the_store(found_at: float) -> Plan:
     return replace(made, lease=3.0)
 
 
+def suspended_without_the_store(hosts: int, *faults: Fault) -> Plan:
+    """All are frozen for longer than etcd's lease, and wake up where it is away for some more seconds."""
+    frozen = [(2.0 + 0.001 * host, "freeze", host) for host in range(hosts)]
+    woken = [(17.0 + 0.001 * host, "thaw", host) for host in range(hosts)]
+    store = [(2.1, "lose_store", tuple(range(hosts))), (23.0, "find_store", tuple(range(hosts)))]
+    ordered = sorted([*faults, *frozen, *woken, *store], key=lambda fault: fault[0])
+    return replace(plan(hosts, *ordered, recovers_at=24.0), lease=12.0)
+
+
+def all_suspended(at: float, lease: float | None) -> Plan:
+    """A whole job is suspended for much longer than any timeout."""
+    frozen = [(at + 0.0001 * host, "freeze", host) for host in range(3)]
+    woken = [(at + 15.0 + 0.0001 * host, "thaw", host) for host in range(3)]
+    return replace(plan(3, *frozen, *woken, recovers_at=at + 20.0), lease=lease)
+
+
 def two_plans_for_one_newcomer() -> Plan:
     """Two of seven are cut off, and the others' directory is silent; so the plan to take the two back is written while
     the world that it follows breaks, and they are invited by it after they were by that of the next world."""

@@ -82,9 +82,7 @@ class SimLinks:
     def turn(self, seconds: float) -> bool:
         process = self._process
         now = process.clock()
-        if self._awake.look() > 0:
-            for peer in self._peers.values():
-                peer.heard.heard_at = max(peer.heard.heard_at, now - self._interval)
+        self._excuse_suspension()
         if self._wanted is not None:
             uids = {uid for uid, _ in self._wanted}
             self._peers = {uid: peer for uid, peer in self._peers.items() if uid in uids}
@@ -103,8 +101,16 @@ class SimLinks:
             self._is_waiting = False
         else:
             process.kernel.step()
-        self._awake.restart()
+        self._excuse_suspension()
         return self._matters
+
+    def _excuse_suspension(self) -> None:
+        """Nobody was silent while this process was frozen."""
+        if self._awake.look() > 0:
+            now = self._process.clock()
+            for heard in (peer.heard for peer in self._peers.values()):
+                heard.heard_at = max(heard.heard_at, now - self._interval)
+                heard.elsewhere_since = None if heard.elsewhere_since is None else now
 
     def close(self) -> None:
         self._peers.clear()

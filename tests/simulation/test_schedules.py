@@ -238,9 +238,9 @@ def test_of_two_that_cannot_hear_each_other_one_goes(seed: int, lease: float | N
 def test_who_was_suspended_learns_that_others_have_gone_on(founders: int) -> None:
     """Those in the queue have begun a second job when its lease was over; it has come further when the two meet."""
     simulation = run(directed.suspended_until_others_go_on(founders))
-    assert simulation.workers[0].process.ending == "second job"
+    assert [worker.process.ending for worker in simulation.workers[:founders]] == ["second job"] * founders
     assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
-    assert len(simulation.living) == founders + 1, "who was left out by it joins the others"
+    assert len(simulation.living) == 2, "those of the queue"
 
 
 LONGEST = 10.0
@@ -273,6 +273,28 @@ def test_who_waits_for_nodes_without_etcd_is_found_there_again(found_at: float) 
     assert [worker.process.ending for worker in simulation.workers[:2]] == [None, "killed"]
     assert [worker.activity for worker in simulation.living] == ["trains"] * 2, simulation.describe()
     assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
+
+
+AWAY = (1.0, "lose_store", (0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "faults", "left"),
+    [(1, (), 1), (3, (), 3), (3, (AWAY, (1.2, "kill", 1)), 2)],
+    ids=["one trains", "all train", "two are left"],
+)
+def test_a_suspension_without_etcd_ends_nobody(hosts: int, faults: tuple[Fault, ...], left: int) -> None:
+    simulation = run(directed.suspended_without_the_store(hosts, *faults))
+    assert [(worker.activity, worker.process.ending) for worker in simulation.living] == [("trains", None)] * left
+    assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
+
+
+@FORMS
+@pytest.mark.parametrize("at", [2.0 + 0.01 * turn for turn in range(10)])
+def test_a_job_that_is_suspended_as_a_whole_goes_on_in_its_world(at: float, lease: float | None) -> None:
+    simulation = run(directed.all_suspended(at, lease))
+    assert [worker.activity for worker in simulation.workers] == ["trains"] * 3
+    assert len(simulation.worlds) == 1
 
 
 def test_nobody_is_invited_to_follow_a_world_that_is_over() -> None:
