@@ -154,6 +154,9 @@ class EtcdFinder:
                 self._report(str(error))
                 if silence > self._settings.grace:
                     raise
+        except StoreRefused:  # a password that is being changed is nothing to who trains
+            if not self._has_world:
+                raise
         self._seen = tuple(dict.fromkeys([*found, *self._earlier()]))
         self._looked_at = time.monotonic()
         return self._seen

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_train.errors import Stopped, StoreUnreachable
+from elastic_train.errors import Stopped, StoreRefused, StoreUnreachable
 from elastic_train.protocol.arbiter import MOST_REMOVED, OUTDATED, ArbiterSilent
 from elastic_train.rendezvous import etcd_finder
 from elastic_train.rendezvous.etcd import Etcd
@@ -236,6 +236,21 @@ def test_training_goes_on_without_etcd_and_is_told_so_once(
     wait_until(lambda: len(said) == 2, "word of its return", PATIENCE)
     assert "training goes on without it" in said[0]
     assert "etcd answers again" in said[1]
+
+
+def test_who_trains_is_not_ended_by_a_password_that_is_changed(
+    make: Make, listener: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attempt(*_arguments: object) -> None:
+        raise StoreRefused("invalid user ID or password", "correct it")
+
+    finder = make(listener)
+    with monkeypatch.context() as patch:
+        patch.setattr(Etcd, "_attempt", attempt)
+        with pytest.raises(StoreRefused):
+            found(finder)
+        finder.keep(has_world=True)
+        assert found(finder) == []
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------
