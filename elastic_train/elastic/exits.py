@@ -29,6 +29,7 @@ from elastic_train.errors import (
     first_line,
 )
 from elastic_train.observe.reporting import Reporter
+from elastic_train.preemption import PreemptionNotice
 from elastic_train.protocol.probes import Probe, probe
 from elastic_train.rules import Activity, Failure
 from elastic_train.runlog.goodput import Phase
@@ -136,10 +137,7 @@ class Exits:
                 self._saver.wait()
         self._files.leave_bucket_between_worlds(world)
         code = self._say_stopped(time.monotonic() - started)
-        if not world.is_first_of_node:
-            with suppress(StoreUnreachable):  # else the others, who may go on, wait for it as well
-                self._membership.leave(world, "stopped")
-            self._stay_while_first_saves(world)
+        _let_first_save(world, self._worker.stop.notice, self._membership)
         return code
 
     def leave(self, world: World) -> int:
@@ -173,15 +171,8 @@ class Exits:
         code = self._say_stopped(time.monotonic() - started)
         with suppress(StoreUnreachable):  # then the others lose it as a peer
             self._membership.leave(world, "stopped late")
-        if not world.is_first_of_node:
-            self._stay_while_first_saves(world)
+        _let_first_save(world, stop.notice, None)
         return code
-
-    def _stay_while_first_saves(self, world: World) -> None:
-        """No longer than a notice leaves."""
-        notice = self._worker.stop.notice
-        deadline = None if notice is None else notice.deadline
-        _stay_for_first(world, SAVE_SECONDS if deadline is None else min(SAVE_SECONDS, deadline - time.time()))
 
     def _say_stopped(self, save_seconds: float) -> int:
         worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
@@ -326,6 +317,17 @@ def _discarded(worker: Worker, winner: Position) -> dict[str, Any]:
     first = parting_step(state.branches, winner.branches) + 1
     what = f"steps {first} to {state.step} of {describe(state.branches)} on {worker.host}"
     return {"branch": id_of(state.branches) or None, "first": first, "last": state.step, "what": what}
+
+
+def _let_first_save(world: World, notice: PreemptionNotice | None, untold: Membership | None) -> None:
+    """As `_stay_for_first`, no longer than a notice leaves; `untold`, where the others may wait for this worker."""
+    if world.is_first_of_node:
+        return
+    if untold is not None:
+        with suppress(StoreUnreachable):
+            untold.leave(world, "stopped")
+    deadline = None if notice is None else notice.deadline
+    _stay_for_first(world, SAVE_SECONDS if deadline is None else min(SAVE_SECONDS, deadline - time.time()))
 
 
 def _stay_for_first(world: World, seconds: float, may_go: Callable[[], bool] = lambda: False) -> None:

@@ -95,6 +95,41 @@ def exit_barrier_keys(run_id: str, round_: int) -> tuple[str, str]:
     return f"{prefix}/num_members", f"{prefix}/last_member"
 
 
+class ExitBarrier:
+    """torchrun's exit barrier of one round, for the thread that keeps the leases.
+
+    Args:
+        store: the round's.
+        members: its nodes by rank.
+    """
+
+    def __init__(self, store: TCPStore, run_id: str, number: int, members: Sequence[str]) -> None:
+        self._store, self._members = store, members
+        self._counter, self._flag = exit_barrier_keys(run_id, number)
+        self._arrived_for: set[str] = set()
+
+    def arrive_for(self, dead: Collection[str]) -> None:
+        """Let nobody wait 300 s for nodes that are gone. Where training goes on instead, the next round has its own."""
+        new = {*dead} - self._arrived_for
+        self._arrived_for |= new
+        if not new or self._members[0] in new:  # it was there, and those that waited have been told by its end
+            return
+        with suppress(RuntimeError):  # its server is gone, and the agents that wait there have been told by that
+            store = self._store.clone()
+            if store.add(self._counter, len(new)) >= len(self._members):
+                store.set(self._flag, "everybody who lives has arrived")
+
+    def is_begun(self, seconds: float) -> bool | None:
+        """Whether an agent is through and waits here. Blocks so long at most where its server is frozen; then, and
+        where that is gone, None: a node is lost, which counts by itself."""
+        try:
+            host, port, timeout = self._store.host, self._store.port, timedelta(seconds=seconds)
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            return store.add(self._counter, 0) > 0
+        except RuntimeError:
+            return None
+
+
 @dataclass(frozen=True)
 class AgentSeconds:
     """What `--rdzv-conf` says of an agent's waits."""
@@ -127,9 +162,7 @@ class AgentsHandler(RendezvousHandler):
         """the newest round that this node is, or was, of"""
         self._members: tuple[str, ...] = ()
         self._server: GroupStoreServer | None = None
-        self._group: TCPStore | None = None
-        self._arrived_for: set[str] = set()
-        """dead nodes of the round that the exit barrier does not wait for any more"""
+        self._barrier: ExitBarrier | None = None
         self._welcome: frozenset[str] = frozenset()
         """newcomers that waited while no agent of the round was through"""
         self._why_over: str | None = None
@@ -263,9 +296,9 @@ class AgentsHandler(RendezvousHandler):
     def _enter_round(self, members: tuple[str, ...], number: int, deadline: float) -> RendezvousInfo | None:
         """Meet at the store of the round's rank 0; None if that one is gone, and there will be another round."""
         store, rank = self._store, members.index(self._node)
-        self._round, self._members, self._arrived_for = number, members, set()
+        self._round, self._members = number, members
         store.etcd.delete(f"{self._prefix}/waiting/{self._node}")
-        self._group = self._server = None  # of the round before
+        self._barrier = self._server = None  # of the round before
         key = f"{self._prefix}/masters/{number}"
         if rank == 0:
             self._server = GroupStoreServer(self._address)
@@ -295,7 +328,7 @@ class AgentsHandler(RendezvousHandler):
         # The names that torchrun's own rendezvous gives its rounds; its agents have their exit barrier below them.
         barrier = exit_barrier_keys(self.get_run_id(), number)[0]
         prefix, _, _ = barrier.partition("/")
-        self._group = raw
+        self._barrier = ExitBarrier(raw, self.get_run_id(), number, members)
         return RendezvousInfo(PrefixStore(prefix, raw), rank, len(members), RendezvousStoreInfo(host, port))
 
     def _has_everybody_entered(self, members: tuple[str, ...], number: int, deadline: float) -> bool:
@@ -341,36 +374,17 @@ class AgentsHandler(RendezvousHandler):
                 self._why_over = str(error)
                 return
 
-    def _welcome_newcomers(self) -> None:
-        """A newcomer ends the round, unless an agent of it is through, which comes to no other: it waits in torchrun's
-        exit barrier for the rest, who would wait in the next round for it."""
-        server, members, number = self._group, self._members, self._round
-        newcomers = frozenset(self._names("waiting")).difference(members)
-        if server is None or not newcomers:
-            self._welcome = frozenset()
-            return
-        with suppress(RuntimeError):  # its server is gone, or freezes: then so is a node, which counts by itself
-            # A connection of its own, and a short one: this thread keeps the leases.
-            brief = timedelta(seconds=min(1.0, self._seconds.lease / 4))
-            store = TCPStore(server.host, server.port, is_master=False, wait_for_workers=False, timeout=brief)
-            is_one_through = store.add(exit_barrier_keys(self.get_run_id(), number)[0], 0) > 0
-            self._welcome = frozenset() if is_one_through else newcomers
-
     def _arrive_for_the_dead(self) -> None:
-        """Let nobody wait 300 s in torchrun's exit barrier for a node that is gone; the first that lives does it.
+        """The first of a round's agents that lives does it for all of them."""
+        barrier, members, alive = self._barrier, self._members, self._names("nodes")
+        if barrier is not None and next((node for node in members if node in alive), None) == self._node:
+            barrier.arrive_for([node for node in members if node not in alive])
 
-        Where training goes on instead, the next round has a barrier of its own.
-        """
-        group, members, number = self._group, self._members, self._round
-        alive = self._names("nodes")
-        dead = {node for node in members if node not in alive} - self._arrived_for
-        if group is None or not dead or next((node for node in members if node in alive), None) != self._node:
-            return
-        self._arrived_for |= dead
-        if members[0] in dead:  # the barrier was there, and those that waited have been told by its end
-            return
-        counter, flag = exit_barrier_keys(self.get_run_id(), number)
-        with suppress(RuntimeError):  # its server is gone, and the agents that wait there have been told by that
-            store = group.clone()
-            if store.add(counter, len(dead)) >= len(members):
-                store.set(flag, "everybody who lives has arrived")
+    def _welcome_newcomers(self) -> None:
+        """A newcomer ends the round, unless an agent of it is through, which comes to no other: it would wait for the
+        others in the exit barrier, and they for it in the next round."""
+        barrier, newcomers = self._barrier, frozenset(self._names("waiting")).difference(self._members)
+        seconds = min(1.0, self._seconds.lease / 4)  # this thread keeps the leases
+        is_begun = barrier is None or not newcomers or barrier.is_begun(seconds)
+        if is_begun is not None:
+            self._welcome = frozenset() if is_begun else newcomers
