@@ -9,7 +9,7 @@ from torch import nn
 
 from elastic_train.elastic.worker import Worker
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.kept import parameters_beside
+from elastic_train.training.optimizers import parameters_beside
 from elastic_train.world import World
 
 STEPS_OF_ONE_THAT_STAYS = 3

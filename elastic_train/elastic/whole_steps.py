@@ -23,8 +23,8 @@ from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
 from elastic_train.training.epoch_dataset import EpochDataset
-from elastic_train.training.kept import parameters_beside
 from elastic_train.training.loader_processes import read_apart
+from elastic_train.training.optimizers import parameters_beside
 from elastic_train.training.ordered import OrderedReduction
 from elastic_train.training.reduction import (
     FastReduction,

@@ -39,8 +39,9 @@ from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.data_identity import identify, identify_state
 from elastic_train.training.datasets import download
 from elastic_train.training.epoch_dataset import length_of
+from elastic_train.training.optimizers import build_optimizer, require_in_model, require_values
 from elastic_train.training.ordered import check_model
-from elastic_train.training.state import TrainState, build_optimizer, require_in_model, require_values
+from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import ImageClassification, Task, load_task, make_own_task
 from elastic_train.wording import count, kind_of
 from elastic_train.world import Point, World, host_name

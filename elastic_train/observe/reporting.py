@@ -17,7 +17,7 @@ from elastic_train.observe.metrics import Metrics
 from elastic_train.observe.rate import Rate
 from elastic_train.runlog.events import EventLog, Ledger, file_name
 from elastic_train.runlog.reader import newest_first
-from elastic_train.training.kept import rate_of
+from elastic_train.training.optimizers import rate_of
 from elastic_train.training.ratings import Ratings
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count

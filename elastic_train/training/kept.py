@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from elastic_train.errors import UsageError
 from elastic_train.training.averaging import AveragedWeights
+from elastic_train.training.optimizers import parameters_beside, parameters_of, parts_of
 from elastic_train.wording import count
 
 Buffers = dict[str, torch.Tensor | None]
@@ -309,43 +310,6 @@ def scalers_in(parts: Iterable[Any]) -> list[torch.amp.GradScaler]:
     held = (one for part in parts for one in (part, *getattr(part, "__dict__", {}).values()))
     found = (one for one in held if isinstance(one, torch.amp.GradScaler) and one.is_enabled())
     return list({id(one): one for one in found}.values())
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Of all its groups."""
-    return [one for group in optimizer.param_groups for one in group["params"]]
-
-
-def rate_of(group: Mapping[str, Any]) -> float | None:
-    """Of a parameter group; None where it has none, since its optimizer finds one itself (Adafactor)."""
-    rate = group.get("lr")
-    return None if rate is None else float(rate)
-
-
-def parameters_beside(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parameter]:
-    """Those that the optimizers train and none of the modules has; each once."""
-    own = {id(one) for module in modules for one in module.parameters()}
-    trained = {id(one): one for optimizer in optimizers for one in parameters_of(optimizer)}
-    return [one for key, one in trained.items() if key not in own]
-
-
-def parts_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """Those that it is made of, by the place in which it keeps them: SAM's `base_optimizer`, of the same parameters."""
-    owned = {id(one) for one in parameters_of(optimizer)}
-    found: dict[str, torch.optim.Optimizer] = {}
-    waiting = {"": optimizer}
-    while waiting:
-        place, whole = waiting.popitem()
-        for name, value in vars(whole).items():
-            for number, one in enumerate(value if isinstance(value, list | tuple) else (value,)):
-                is_known = one is optimizer or any(one is other for other in found.values())
-                if (
-                    isinstance(one, torch.optim.Optimizer)
-                    and not is_known
-                    and owned.issuperset(map(id, parameters_of(one)))
-                ):
-                    found[f"{place}{name}.{number}"] = waiting[f"{place}{name}.{number}."] = one
-    return found
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,20 +12,11 @@ import torch
 from torch import nn
 
 from elastic_train.branches import Branches, branches_of
-from elastic_train.errors import UsageError
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.kept import (
-    Arguments,
-    KeptStep,
-    load_extra,
-    load_part,
-    parameters_beside,
-    parts_of,
-    rate_of,
-)
+from elastic_train.training.kept import Arguments, KeptStep, load_extra, load_part
+from elastic_train.training.optimizers import parts_of, rate_of
 from elastic_train.training.ratings import Ratings
-from elastic_train.training.reduction import named
 from elastic_train.training.sampler import steps_per_epoch
 from elastic_train.training.state_lock import StateLock, StepStart
 
@@ -309,26 +299,6 @@ def learning_rate_factor(schedule: str, step: int, last_step: int) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * min(step, last_step) / last_step))
 
 
-def build_optimizer(
-    parameter_groups: list[dict[str, Any]], *, name: str, lr: float, momentum: float, weight_decay: float
-) -> torch.optim.Optimizer:
-    """`sgd` or `adamw`; a value that a group sets for itself wins."""
-    if name == "adamw":
-        return torch.optim.AdamW(parameter_groups, lr=lr, weight_decay=weight_decay)
-    return torch.optim.SGD(parameter_groups, lr=lr, momentum=momentum, weight_decay=weight_decay)
-
-
-def require_values(model: nn.Module) -> None:
-    """Raises: UsageError where a parameter or buffer has a shape alone."""
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if tensor.is_meta:
-            raise UsageError(
-                f"{name} of the model is on the meta device, where it has no values: build the model outside of "
-                'torch.device("meta"), or call model.to_empty(device="cpu") and load or initialise its weights, before '
-                "its optimizer is made"
-            )
-
-
 class Modes:
     """The mode of every layer of some modules, `train()` or `eval()`, and whether each parameter is trained: users
     freeze some of them; and whether gradients are computed on this thread. Those of a `TrainState` are of when it was
@@ -348,17 +318,6 @@ class Modes:
             if parameter.requires_grad != is_trained:
                 parameter.requires_grad_(is_trained)
         torch.set_grad_enabled(self._has_gradients)
-
-
-def require_in_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raises: UsageError where the optimizer trains what is no part of the model: nobody would sum its gradients, save
-    it, or hand it to others."""
-    shapes = [str(tuple(one.shape)) for one in parameters_beside([model], [optimizer])]
-    if shapes:
-        raise UsageError(
-            f"the optimizer trains {named(shapes)} that the model does not have: put it into the module that "
-            "build_model returns, or no other worker has it, and no snapshot"
-        )
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from elastic_train.errors import StatesDiffer, first_line
 from elastic_train.rules import right_hashes
 from elastic_train.training import determinism
 from elastic_train.training.collectives import all_gather
-from elastic_train.training.kept import parts_of
+from elastic_train.training.optimizers import parts_of
 from elastic_train.training.side_thread import SideThread
 from elastic_train.training.state import TrainState, dense_parts
 

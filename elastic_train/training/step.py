@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from elastic_train.errors import TrainingDiverged, UsageError, first_line
-from elastic_train.training.kept import parameters_of
+from elastic_train.training.optimizers import parameters_of
 from elastic_train.training.reduction import Loss, Reduction, Share, StepTotals, freeze_statistics
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState

@@ -32,9 +32,10 @@ from elastic_train.tools.bench.reduction_speed import local_world
 from elastic_train.training import determinism
 from elastic_train.training.batches import steps
 from elastic_train.training.models import build_model
+from elastic_train.training.optimizers import build_optimizer
 from elastic_train.training.ordered import OrderedReduction
 from elastic_train.training.reduction import Loss
-from elastic_train.training.state import TrainState, build_optimizer, state_sha256
+from elastic_train.training.state import TrainState, state_sha256
 from elastic_train.training.step import task_loss, train_step
 from elastic_train.training.tasks import Task
 from elastic_train.world import World

@@ -17,16 +17,10 @@ from elastic_train.elastic.trainer import begin_scalers_anew
 from elastic_train.errors import UsageError
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.kept import KeptBuffers, parts_of
+from elastic_train.training.kept import KeptBuffers
+from elastic_train.training.optimizers import build_optimizer, parts_of
 from elastic_train.training.reduction import StepTotals
-from elastic_train.training.state import (
-    TrainState,
-    build_optimizer,
-    learning_rate_factor,
-    modes_kept,
-    state_sha256,
-    total_steps,
-)
+from elastic_train.training.state import TrainState, learning_rate_factor, modes_kept, state_sha256, total_steps
 from elastic_train.training.state_hash import hash_of, plain_hashes, tensors_of
 from elastic_train.training.step import clip_gradients, train_step
 

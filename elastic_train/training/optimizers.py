@@ -1,0 +1,81 @@
+"""What optimizers train, and of what they are made."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic_train.errors import UsageError
+from elastic_train.training.reduction import named
+
+
+def build_optimizer(
+    parameter_groups: list[dict[str, Any]], *, name: str, lr: float, momentum: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """`sgd` or `adamw`; a value that a group sets for itself wins."""
+    if name == "adamw":
+        return torch.optim.AdamW(parameter_groups, lr=lr, weight_decay=weight_decay)
+    return torch.optim.SGD(parameter_groups, lr=lr, momentum=momentum, weight_decay=weight_decay)
+
+
+def require_values(model: nn.Module) -> None:
+    """Raises: UsageError where a parameter or buffer has a shape alone."""
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise UsageError(
+                f"{name} of the model is on the meta device, where it has no values: build the model outside of "
+                'torch.device("meta"), or call model.to_empty(device="cpu") and load or initialise its weights, before '
+                "its optimizer is made"
+            )
+
+
+def require_in_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raises: UsageError where the optimizer trains what is no part of the model: nobody would sum its gradients, save
+    it, or hand it to others."""
+    shapes = [str(tuple(one.shape)) for one in parameters_beside([model], [optimizer])]
+    if shapes:
+        raise UsageError(
+            f"the optimizer trains {named(shapes)} that the model does not have: put it into the module that "
+            "build_model returns, or no other worker has it, and no snapshot"
+        )
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Of all its groups."""
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def rate_of(group: Mapping[str, Any]) -> float | None:
+    """Of a parameter group; None where it has none, since its optimizer finds one itself (Adafactor)."""
+    rate = group.get("lr")
+    return None if rate is None else float(rate)
+
+
+def parameters_beside(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    """Those that the optimizers train and none of the modules has; each once."""
+    own = {id(one) for module in modules for one in module.parameters()}
+    trained = {id(one): one for optimizer in optimizers for one in parameters_of(optimizer)}
+    return [one for key, one in trained.items() if key not in own]
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """Those that it is made of, by the place in which it keeps them: SAM's `base_optimizer`, of the same parameters."""
+    owned = {id(one) for one in parameters_of(optimizer)}
+    found: dict[str, torch.optim.Optimizer] = {}
+    waiting = {"": optimizer}
+    while waiting:
+        place, whole = waiting.popitem()
+        for name, value in vars(whole).items():
+            for number, one in enumerate(value if isinstance(value, list | tuple) else (value,)):
+                is_known = one is optimizer or any(one is other for other in found.values())
+                if (
+                    isinstance(one, torch.optim.Optimizer)
+                    and not is_known
+                    and owned.issuperset(map(id, parameters_of(one)))
+                ):
+                    found[f"{place}{name}.{number}"] = waiting[f"{place}{name}.{number}."] = one
+    return found
