@@ -275,7 +275,7 @@ def test_the_only_worker_freezes_and_another_start_takes_its_place(cluster: Clus
     """It must not train on when it wakes up: nobody's closed socket would tell it. Of the two the one that has come
     further goes on."""
     conf = "grace=5"  # for so long nobody takes over from one who cannot be reached
-    flags = (*ENDLESS, "--max-steps", "3000", "--peer-timeout", "2")
+    flags = (*ENDLESS, "--max-steps", "1000000", "--peer-timeout", "2")
     first = cluster.start(*flags, nnodes="1:1", conf=conf)[0]
     wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events", PATIENCE)
     wait_for_step(cluster.run_dir, 40, PATIENCE)
@@ -288,13 +288,14 @@ def test_the_only_worker_freezes_and_another_start_takes_its_place(cluster: Clus
     frozen.send_signal(signal.SIGCONT)
     assert first.wait(PATIENCE) != 0
     assert "two jobs of one run id have met" in first.text()
-    cluster.finish([second])
+    second.signal(signal.SIGTERM)
+    cluster.finish([second], code=1)
 
 
 @pytest.mark.slow
 def test_the_only_worker_freezes_and_one_that_waits_takes_its_place(cluster: Cluster) -> None:
     """Who wakes up learns it before it saves anything."""
-    flags = (*ENDLESS, "--max-steps", "3000", "--snapshot-every", "400", "--peer-timeout", "2")
+    flags = (*ENDLESS, "--max-steps", "1000000", "--snapshot-every", "400", "--peer-timeout", "2")
     nodes = [cluster.start(*flags, nnodes="1:1", conf="grace=5")[0]]
     wait_until(lambda: (cluster.run_dir / "events").is_dir(), "events", PATIENCE)
     wait_for_step(cluster.run_dir, 40, PATIENCE)
@@ -308,7 +309,8 @@ def test_the_only_worker_freezes_and_one_that_waits_takes_its_place(cluster: Clu
     wait_for_step(cluster.run_dir, ahead, PATIENCE)
     frozen.send_signal(signal.SIGCONT)
     assert nodes[0].wait(PATIENCE) != 0
-    cluster.finish(nodes[1:])
+    nodes[1].signal(signal.SIGTERM)
+    cluster.finish(nodes[1:], code=1)
 
 
 @pytest.mark.slow
