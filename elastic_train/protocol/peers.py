@@ -18,7 +18,7 @@ from contextlib import suppress
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, Arbitration
-from elastic_train.protocol.ballots import Ballots, Elsewhere, Round
+from elastic_train.protocol.ballots import JOB, Ballots, Elsewhere, Round
 from elastic_train.protocol.branch_off import BranchOff
 from elastic_train.protocol.job import SETTLED_REDUCTIONS, Denied, InQueue, KnownMembers, Over, Place
 from elastic_train.protocol.join_queue import Entrance, Finder, Size, Waiting, stores_by_node
@@ -139,9 +139,9 @@ class PeerJob:
         self._arbitration = Arbitration(arbiter, peer_timeout, clock)
         self._newcomers = Newcomers(self._clients, known, self._arbitration, max_world_size, draw_uid)
         self._announcements = Announcements(self._clients, known, self._newcomers)
-        begin = self._newcomers.begin
+        self._draw_uid = draw_uid
         self._entrance = Entrance(
-            self._clients, address, finder, size, run_id=run_id, refused=refused, begin=begin, clock=clock
+            self._clients, address, finder, size, run_id=run_id, refused=refused, begin=self._begin, clock=clock
         )
         self._facts = Facts(self._clients, self._entrance)
         elsewhere = Elsewhere(finder, known, self._facts.known, run_id=run_id, goes_on=goes_on)
@@ -170,6 +170,12 @@ class PeerJob:
 
     def host_says(self, key: str) -> str | None:
         return self._facts.host_says(key)
+
+    def _begin(self, members: tuple[Member, ...]) -> None:
+        """As Newcomers.begin; as a job of its own where this worker has waited for another, which may live."""
+        if not self._entrance.is_first:
+            self._own.put(f"fact/{JOB}", self._draw_uid())
+        self._newcomers.begin(members)
 
     # --- the join queue -----------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from elastic_train.errors import FormationFailed, Refused
 from elastic_train.protocol import known_worlds
 from elastic_train.protocol.agreement import Agreement, Decided, Decision, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.job import Admitted, Denied, Job, KnownMembers, Place
-from elastic_train.protocol.join_queue import Waiting
+from elastic_train.protocol.join_queue import Size, Waiting
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.plan import Plan, Preparation, mark
 from elastic_train.rules import ITEMS
@@ -168,6 +168,32 @@ def joined(form: Form) -> tuple[list[Job], list[World], tuple[Job, World]]:
     assert place.came_later
     newcomer.enter(place.world, place.facts, None)
     return jobs, following, (newcomer, place.world)
+
+
+def test_who_has_waited_for_a_job_that_cannot_be_reached_begins_another_one() -> None:
+    """Two of one name would never find each other."""
+    form = PeersInMemory()
+    jobs, _worlds = begin(form)
+    token = jobs[0].create_fact("job_token", "the first")
+    form.finds = [("host", 0)]
+    newcomer = form.job(7)
+    cast(Any, newcomer)._entrance._size = Size(1, 8, 0.0)
+    assert newcomer.find()
+    assert newcomer.create_fact("job_token", "mine") == token
+    for number in range(MIN_NODES):
+        form.kill(number)
+    cast(Any, newcomer)._finder._is_first = True
+    places: list[Place] = []
+
+    def look() -> bool:
+        places[:] = [newcomer.look_from_queue(Waiting(form.member(7), 1))]
+        return isinstance(places[0], Admitted)
+
+    assert eventually(form, look), "it begins"
+    [place] = places
+    assert isinstance(place, Admitted)
+    newcomer.enter(place.world, place.facts, None)
+    assert newcomer.fact("job_token") not in (None, token, "mine")
 
 
 @pytest.mark.parametrize("dead", [{0}, {2}, {0, 1}, {1, 2}])
