@@ -204,10 +204,9 @@ def place_of(applicant: Applicant, own: Endpoints) -> tuple[Finder, Arbiter | No
     """Where this worker's job is to be found, and who says which side of it goes on. Blocks, and raises, as
     `connect_worker`."""
     launch, waits, back = applicant.launch, applicant.waits, applicant.back
-    known = () if back is None else back.stores
 
     def earlier() -> list[Address]:
-        return [*known, *read_members(applicant.run_dir, launch.run_id)]
+        return [*(() if back is None else back.stores), *read_members(applicant.run_dir, launch.run_id)]
 
     if launch.etcd is not None:
         from elastic_train.rendezvous.etcd_finder import EtcdFinder  # and with it gRPC
