@@ -306,6 +306,13 @@ def all_suspended(at: float, lease: float | None) -> Plan:
     return replace(plan(3, *frozen, *woken, recovers_at=at + 20.0), lease=lease)
 
 
+def begins_beside_those_without_etcd() -> Plan:
+    """One of three is killed, the others lose etcd, and it comes back when their lease is over."""
+    away = ((2.0, "lose_store", (0, 1)), (13.0, "find_store", (0, 1)))
+    made = plan(3, (1.0, "kill", 2), *away, (8.0, "back", 2, False), recovers_at=14.0, min_nodes=1)
+    return replace(made, lease=3.0, begins_twice=True)
+
+
 def two_plans_for_one_newcomer() -> Plan:
     """Two of seven are cut off, and the others' directory is silent; so the plan to take the two back is written while
     the world that it follows breaks, and they are invited by it after they were by that of the next world."""

@@ -297,6 +297,13 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on_in_its_world(at: float, leas
     assert len(simulation.worlds) == 1
 
 
+def test_a_second_job_in_etcd_stops_for_the_one_that_has_come_further() -> None:
+    """Etcd had heard nothing of it for longer than its lease."""
+    simulation = run(directed.begins_beside_those_without_etcd())
+    assert [worker.process.ending for worker in simulation.workers] == [None, None, "killed", "second job"]
+    assert [worker.activity for worker in simulation.living] == ["trains"] * 2
+
+
 def test_nobody_is_invited_to_follow_a_world_that_is_over() -> None:
     run(directed.two_plans_for_one_newcomer())
 
