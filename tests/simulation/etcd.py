@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_train.errors import LeftOut, StoreUnreachable
+from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, Claims
 from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS
 from elastic_train.rendezvous.etcd_finder import FRESH_SECONDS, KEEP_SECONDS, LOOK_SECONDS, REFUSED_SECONDS
@@ -336,6 +337,12 @@ class EtcdForm(PeersForm):
         super().__init__(simulation)
         self._lease = lease
         self.server = EtcdServer(simulation.machines)
+
+    def begin(self, founders: Sequence[Worker], decision: Decision) -> None:
+        super().begin(founders, decision)
+        first = founders[0].finder
+        assert isinstance(first, SimEtcdFinder), "made by this"
+        first.is_beginner()  # else a newcomer would find nothing of theirs until rank 0 has shown its sign
 
     def finder(self, worker: Worker) -> SimEtcdFinder:
         return SimEtcdFinder(worker.process, self.server, self._lease, worker.known)
