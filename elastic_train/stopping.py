@@ -15,7 +15,7 @@ from typing import Any
 
 from elastic_train.errors import Stopped
 from elastic_train.preemption import SHORTEST_SECONDS, PreemptionNotice
-from elastic_train.system import AGENT_VARIABLE, has_ended
+from elastic_train.system import AGENT_VARIABLE, give_up_gone_terminals, has_ended
 
 GRACE_SECONDS = 3.0
 """people, and schedulers, stop nodes one after the other, and on a busy machine an agent passes the signal on late"""
@@ -37,7 +37,8 @@ def signals_to_handle() -> list[signal.Signals]:
 
 
 class StopSignal:
-    """Remembers that this worker was told to stop; the handler does nothing else and waits for nobody.
+    """Remembers that this worker was told to stop; the handler waits for nobody, and does no more than give up a
+    terminal that has gone.
 
     The training loop turns it into a vote, so that all ranks stop at the same step though their signals arrive at
     different moments. A second SIGINT is a person who has lost patience: it ends the process at once.
@@ -133,6 +134,8 @@ class StopSignal:
         return signal.getsignal(signum) == self._remember
 
     def _remember(self, signum: int, _frame: FrameType | None) -> None:
+        if signum == signal.SIGHUP:  # each: a shell passes it on, and takes the terminal along as it ends
+            give_up_gone_terminals()
         if signum == signal.SIGINT:
             if self._is_interrupted:
                 os._exit(128 + signal.SIGINT)

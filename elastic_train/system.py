@@ -172,6 +172,20 @@ def pid_namespace() -> str:
         return ""
 
 
+def give_up_gone_terminals() -> None:
+    """Let stdout and stderr go to /dev/null where they are a terminal that has gone: each write to it fails, and with
+    it the code that is trained. What it prints is lost from then on, as our own lines are (errors.write_line)."""
+    import termios
+
+    for fd in (1, 2):
+        try:
+            termios.tcgetattr(fd)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:  # else a pipe or a file, or it is closed
+                with suppress(OSError), open(os.devnull, "wb") as nothing:
+                    os.dup2(nothing.fileno(), fd)
+
+
 def call_in_children(method: Callable[[], None]) -> None:
     """Have processes that are forked from this one call a bound method, as long as its object is there."""
     found = weakref.WeakMethod(method)

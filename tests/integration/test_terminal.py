@@ -6,16 +6,19 @@ import fcntl
 import os
 import pty
 import re
+import signal
 import struct
 import termios
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import psutil
 import pytest
 
-from tests.integration.cluster import Cluster, events, wait_until, worlds
+from tests.integration.cluster import PYTHON, Cluster, events, free_port, outcomes, wait_until, worlds
+from tests.integration.test_own_loop import SCRIPT
 from tests.processes import cpu_seconds_of_torch
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -98,3 +101,55 @@ def test_one_bar_on_the_terminal_of_rank_0(cluster: Cluster, screens: list[Scree
     assert "error" not in speaker.text + other.text
     # the cursor, which the bar hides, is given back
     assert speaker.raw.count("\x1b[?25l") == speaker.raw.count("\x1b[?25h") >= 1
+
+
+PRINTING = "import time; time.sleep(0.02); print('step', training.state.step + 1, flush=True)"
+
+
+@pytest.mark.slow
+def test_terminals_that_close_end_no_more_than_their_nodes(cluster: Cluster) -> None:
+    """A loop of one's own prints in each step. That fails there, and with it the same step on two members: no reason
+    for the third to take the job for broken."""
+    script = cluster.path / "script.py"
+    script.write_text(SCRIPT.replace("BEFORE_COMMIT", PRINTING))
+    command = [
+        PYTHON,
+        str(script),
+        "--run-dir",
+        str(cluster.run_dir),
+        "--epochs",
+        "100000",
+        "--global-batch-size",
+        "16",
+    ]
+    where = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    terminals = [pty.openpty() for _ in range(2)]
+    third = cluster.launch(command, where | {"RANK": "0"})
+    nodes = [
+        cluster.launch(command, where | {"RANK": str(rank)}, terminal=slave)
+        for rank, (_, slave) in enumerate(terminals, 1)
+    ]
+    for screen, slave in terminals:
+        os.set_blocking(screen, False)
+        os.close(slave)
+
+    def have_printed() -> bool:
+        for screen, _ in terminals:
+            with suppress(BlockingIOError):
+                os.read(screen, 65536)
+        return max((event["step"] for event in events(cluster.run_dir, "step")), default=0) >= 10
+
+    wait_until(have_printed, "ten steps", 60)
+    for node in nodes:  # a print between the two would fail as ever
+        node.signal(signal.SIGSTOP)
+    for screen, _ in terminals:
+        os.close(screen)
+    for node in nodes:
+        node.signal(signal.SIGHUP)
+        node.signal(signal.SIGCONT)
+    cluster.finish(nodes, code=129, timeout=60)
+    wait_until(lambda: worlds(cluster.run_dir)[-1] == (1, 1), "the third trains on")
+    third.signal(signal.SIGTERM)
+    cluster.finish([third], code=143, timeout=60)
+    assert [event["signal"] for event in events(cluster.run_dir, "signal")] == ["SIGHUP", "SIGHUP", "SIGTERM"]
+    assert outcomes(cluster.run_dir) == ["stopped"] * 3

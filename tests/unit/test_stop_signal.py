@@ -139,6 +139,38 @@ def test_a_terminal_that_closes(before: str, is_requested: bool, cause: str) -> 
     run(AT_HANGUP.format(before=before, is_requested=is_requested, cause=cause))
 
 
+TERMINAL_GOES = """
+import os, pty, signal, sys
+from elastic_train.stopping import StopSignal
+
+gone, other = {gone}, {other}
+stop = StopSignal()
+stop.install()
+screen, terminal = pty.openpty()
+os.dup2(terminal, gone)
+os.close(terminal)
+os.kill(os.getpid(), signal.SIGHUP)
+os.write(gone, b"seen")
+assert os.read(screen, 4) == b"seen", "it is there yet"
+os.close(screen)
+try:
+    os.write(gone, b"x")
+except OSError:
+    os.kill(os.getpid(), signal.SIGHUP)
+stream = [sys.stdout, sys.stderr][gone - 1]
+print("lost", file=stream, flush=True)
+assert os.path.samestat(os.fstat(gone), os.stat(os.devnull))
+os.write(other, b"the other one is as it was")
+"""
+
+
+@pytest.mark.parametrize(("gone", "other"), [(1, 2), (2, 1)], ids=["stdout", "stderr"])
+def test_at_hangup_prints_to_a_terminal_that_has_gone_are_lost(gone: int, other: int) -> None:
+    program = TERMINAL_GOES.format(gone=gone, other=other)
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stdout + found.stderr) == (0, "the other one is as it was")
+
+
 TWICE = """
 import os, signal, threading, time
 from elastic_train.stopping import StopSignal
