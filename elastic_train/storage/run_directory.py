@@ -210,8 +210,8 @@ class RunDirectory:
 
     def move_aside(self) -> Path | None:
         """Move what the directory holds, all but the locks and the owner's record, into a new sibling named
-        `<name>.<UTC time>`. A link to where snapshots lie stays, and they with it. Called after `ownership.claim`, by
-        one worker of the job, before anybody opens a file in it.
+        `<name>.<UTC time>`. A link to where snapshots lie stays, and they with it, and so does a folder that has none.
+        Called after `ownership.claim`, by one worker of the job, before anybody opens a file in it.
 
         Returns:
             The sibling, or None where there was nothing to move.
@@ -224,9 +224,7 @@ class RunDirectory:
             # snapshots and events go first: without them nothing is continued, should the rest fail
             entries = sorted(self.path.iterdir(), key=lambda entry: (not entry.is_dir(), entry.name))
             for entry in entries:
-                if entry.name.startswith((CLAIM_LOCK, OWNER_RECORD, _IDENTITY, ".owner")):
-                    continue
-                if entry.name == SNAPSHOTS and entry.is_symlink():
+                if _is_of_claim(entry) or (entry.name == SNAPSHOTS and _stays(entry)):
                     continue
                 if target is None:
                     target = self._make_sibling()
@@ -287,6 +285,16 @@ class RunDirectory:
                 number += 1
             else:
                 return sibling
+
+
+def _is_of_claim(entry: Path) -> bool:
+    return entry.name.startswith((CLAIM_LOCK, OWNER_RECORD, _IDENTITY, ".owner"))
+
+
+def _stays(snapshots: Path) -> bool:
+    """Where --fresh finds nothing to move there: a new run's folder is made and claimed before, and a run directory
+    that is a mount point could not have it moved."""
+    return snapshots.is_symlink() or (snapshots.is_dir() and all(map(_is_of_claim, snapshots.iterdir())))
 
 
 def default_run_dir(run_id: str) -> Path:

@@ -23,11 +23,13 @@ from typing import Any
 import pytest
 
 import elastic_train
+from elastic_train.config import Config
 from elastic_train.elastic.earlier_run import newest_step
+from elastic_train.elastic.worker import make_directory
 from elastic_train.errors import OwnershipLost, RunDirectoryError, RunDirectoryGone, RunDirectoryInUse
 from elastic_train.storage import atomic_files, ownership
 from elastic_train.storage.atomic_files import require_writable, write_atomic
-from elastic_train.storage.run_directory import RunDirectory, Traces
+from elastic_train.storage.run_directory import SNAPSHOTS, RunDirectory, Traces
 from elastic_train.system import process_stat
 from tests.processes import freeze
 
@@ -594,8 +596,24 @@ def test_move_aside(tmp_path: Path) -> None:
     directory.ownership.release()
 
 
+def test_a_new_runs_own_folder_of_snapshots_is_nothing_to_move(tmp_path: Path) -> None:
+    """It is made before anybody claims it, and holds the claim then. Where the run directory is a mount point, a start
+    with --fresh could not move it."""
+    directory = make_directory(Config(run_dir=tmp_path / "run"), "none")
+    directory.ownership.claim("job", 0, HOST)
+    assert directory.snapshots_dir.is_dir()
+    assert directory.move_aside() is None
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    directory.ownership.check_owner("job", 0)
+    (directory.snapshots_dir / "step-1").mkdir()
+    aside = directory.move_aside()
+    assert aside is not None
+    assert (aside / SNAPSHOTS / "step-1").is_dir()
+    directory.ownership.release()
+
+
 def test_move_aside_that_cannot_leaves_everything(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory.snapshots_dir.mkdir()
+    (directory.snapshots_dir / "step-1").mkdir(parents=True)
 
     def across(source: object, target: object) -> None:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
