@@ -44,11 +44,12 @@ class RunFiles:
     def __init__(self, worker: Worker, job_token: str) -> None:
         self._worker = worker
         self.job_token = job_token
-        self._last_warning: str | None = None
+        self._told: set[str] = set()
+        """warnings"""
         self._claiming: SideThread | None = None
         """what makes the run directory that of the present generation"""
         self._warning: str | None = None
-        """what is to be said of the newest claim"""
+        """what is to be said of the newest claim, each in a line"""
         self._remaking = threading.Lock()
         """whether the run directory is there is looked at by two threads: that which trains, and that which saves"""
         self._noted: RunRecord | None = None
@@ -151,7 +152,7 @@ class RunFiles:
             folder = self._why_not(self._worker.directory.ownership.check_snapshots, generation)
             if folder is not None:
                 raise SnapshotError(folder)
-            self._warn_anew(why)
+            self._warn_once(why)
 
     def release(self) -> None:
         """This worker is no member of the job any more."""
@@ -186,12 +187,13 @@ class RunFiles:
         finally:
             self._claiming = None  # not before: the thread that saves waits for it as well
         if self._warning is not None:
-            self._warn_anew(self._warning)
+            self._warn_once(self._warning)
 
-    def _warn_anew(self, warning: str) -> None:
-        if warning != self._last_warning:
-            self._last_warning = warning
-            self._worker.reporter.warn(warning)
+    def _warn_once(self, warnings: str) -> None:
+        for warning in warnings.splitlines():
+            if warning not in self._told:
+                self._told.add(warning)
+                self._worker.reporter.warn(warning)
 
     def wait_for_claim(self) -> None:
         """Block until a claim that is under way has ended. Its error is for the thread that trains."""

@@ -125,7 +125,7 @@ class Ownership:
 
         Returns:
             A warning for the log where the file system has no flock, or one for each host alone, so that a second job
-            cannot be noticed.
+            cannot be noticed; where snapshots have a claim of their own, one of each, in a line.
 
         Raises:
             RunDirectoryInUse: a live process of another job has it.

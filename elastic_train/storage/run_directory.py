@@ -83,7 +83,7 @@ class OwnershipWithSnapshots(Ownership):
         except RunDirectoryGone:
             self._claim_folder_anew(job_token, generation)
             return warning
-        return "; ".join(filter(None, (warning, told))) or None
+        return "\n".join(filter(None, (warning, told))) or None  # two, for the second comes only once
 
     def claim_anew(self, job_token: str, generation: int, host: str) -> None:
         super().claim_anew(job_token, generation, host)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +14,17 @@ import pytest
 from elastic_train.elastic import run_files
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.errors import RunDirectoryError, RunDirectoryInUse, SnapshotError
+from elastic_train.storage import ownership
 from elastic_train.storage.ownership import Ownership
-from elastic_train.storage.run_directory import RunDirectory
+from elastic_train.storage.run_directory import SNAPSHOTS, RunDirectory
 from elastic_train.world import Member, World
 
 
 class SlowDisk:
     """A run directory whose claims wait until they are let go."""
 
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.directory = RunDirectory(path)
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, snapshots: Path | None = None) -> None:
+        self.directory = RunDirectory(path, snapshots)
         self.let_go = threading.Event()
         self.warnings: list[str] = []
         claim = self.directory.ownership.claim
@@ -125,6 +127,40 @@ def test_who_trains_does_not_wait_long_for_another_process(
     Ownership(tmp_path).claim("job", 5, "here")
     disk.files.claim(world_of(5), has_state=True)
     disk.files.finish_claim()
+
+
+def test_where_flock_is_local_each_folder_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory is claimed by its leader in each world, the folder of snapshots once."""
+    monkeypatch.setattr(ownership, "local_flock", lambda _path: "localflock")
+    disk = SlowDisk(tmp_path, monkeypatch, snapshots=tmp_path / SNAPSHOTS)
+    disk.let_go.set()
+    for generation in range(3):
+        disk.files.claim(world_of(generation), has_state=True)
+        disk.files.finish_claim()
+    assert [warning.partition(" holds ")[0] for warning in disk.warnings] == [
+        f"flock below {tmp_path}", f"flock below {tmp_path / SNAPSHOTS}"
+    ]  # fmt: skip
+
+
+def test_what_fails_in_turns_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run directory that fails is told of by the claim, and by each snapshot."""
+    disk = SlowDisk(tmp_path, monkeypatch, snapshots=tmp_path / SNAPSHOTS)
+    disk.let_go.set()
+
+    def fail(what: str) -> Callable[..., None]:
+        def call(*_arguments: Any, **_options: Any) -> None:
+            raise RunDirectoryError(f"run directory {what}")
+
+        return call
+
+    monkeypatch.setattr(disk.directory.ownership, "claim", fail("cannot be claimed"))
+    monkeypatch.setattr(disk.directory.ownership, "check_owner", fail("cannot be read"))
+    monkeypatch.setattr(disk.directory.ownership, "check_snapshots", lambda *_arguments: None)
+    for generation in range(2):
+        disk.files.claim(world_of(generation), has_state=True)
+        disk.files.finish_claim()
+        disk.files.check_before_visible(generation)
+    assert disk.warnings == ["run directory cannot be claimed", "run directory cannot be read"]
 
 
 def test_another_jobs_directory_is_found_out_before_a_step_counts(disk: SlowDisk, tmp_path: Path) -> None:
