@@ -29,10 +29,10 @@ from elastic_train.errors import (
     first_line,
 )
 from elastic_train.observe.reporting import Reporter
-from elastic_train.preemption import PreemptionNotice
 from elastic_train.protocol.probes import Probe, probe
 from elastic_train.rules import Activity, Failure
 from elastic_train.runlog.goodput import Phase
+from elastic_train.stopping import StopSignal
 from elastic_train.training.collectives import GROUP_TIMEOUT, barrier
 from elastic_train.wording import main_metrics
 from elastic_train.world import World
@@ -137,7 +137,7 @@ class Exits:
                 self._saver.wait()
         self._files.leave_bucket_between_worlds(world)
         code = self._say_stopped(time.monotonic() - started)
-        _let_first_save(world, self._worker.stop.notice, self._membership)
+        _let_first_save(world, self._worker.stop, self._membership)
         return code
 
     def leave(self, world: World) -> int:
@@ -171,7 +171,7 @@ class Exits:
         code = self._say_stopped(time.monotonic() - started)
         with suppress(StoreUnreachable):  # then the others lose it as a peer
             self._membership.leave(world, "stopped late")
-        _let_first_save(world, stop.notice, None)
+        _let_first_save(world, stop, None)
         return code
 
     def _say_stopped(self, save_seconds: float) -> int:
@@ -319,15 +319,17 @@ def _discarded(worker: Worker, winner: Position) -> dict[str, Any]:
     return {"branch": id_of(state.branches) or None, "first": first, "last": state.step, "what": what}
 
 
-def _let_first_save(world: World, notice: PreemptionNotice | None, untold: Membership | None) -> None:
-    """As `_stay_for_first`, no longer than a notice leaves; `untold`, where the others may wait for this worker."""
+def _let_first_save(world: World, stop: StopSignal, untold: Membership | None) -> None:
+    """As `_stay_for_first`, no longer than a signal or a notice leaves: the first may not have been told. `untold`,
+    where the others may wait for this worker."""
     if world.is_first_of_node:
         return
     if untold is not None:
         with suppress(StoreUnreachable):
             untold.leave(world, "stopped")
-    deadline = None if notice is None else notice.deadline
-    _stay_for_first(world, SAVE_SECONDS if deadline is None else min(SAVE_SECONDS, deadline - time.time()))
+    is_open = stop.notice is not None and stop.notice.deadline is None  # and no agent was told: no SIGKILL follows
+    left = None if is_open else stop.seconds_left()
+    _stay_for_first(world, SAVE_SECONDS if left is None else min(SAVE_SECONDS, left))
 
 
 def _stay_for_first(world: World, seconds: float, may_go: Callable[[], bool] = lambda: False) -> None:

@@ -24,6 +24,7 @@ from elastic_train.errors import NewerGeneration, OwnershipLost, StoreUnreachabl
 from elastic_train.preemption import PreemptionNotice
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.runlog.goodput import Phase, PhaseClock
+from elastic_train.stopping import StopSignal
 from elastic_train.storage.places import OwnedBucket
 from elastic_train.storage.store_urls import parse_url
 from elastic_train.training.state import TrainState
@@ -62,7 +63,7 @@ class Life:
         )  # fmt: skip
         self.stop = SimpleNamespace(
             cause=signal.SIGTERM, why="SIGTERM", notice=None, settle=lambda: None, is_requested=True,
-            is_settled=False, settle_if_requested=lambda: self.stop.is_requested,
+            is_settled=False, settle_if_requested=lambda: self.stop.is_requested, seconds_left=lambda: 30.0,
         )  # fmt: skip
         self.worker: Any = SimpleNamespace(
             state=state, reporter=reporter, stop=self.stop, launch=launch, host="n1",
@@ -186,15 +187,28 @@ def test_it_stays_while_that_one_saves(is_between_worlds: bool) -> None:
     assert not {"save", "save and wait"}.intersection(map(str, life.calls))
 
 
-def test_it_stays_no_longer_than_its_node_does() -> None:
+@pytest.mark.parametrize("is_between_worlds", [False, True], ids=["late", "between worlds"])
+@pytest.mark.parametrize("is_noticed", [False, True], ids=["signal", "notice"])
+def test_it_stays_no_longer_than_its_node_does(is_noticed: bool, is_between_worlds: bool) -> None:
+    """A worker may be told alone, and the one that saves goes on."""
+    stop = StopSignal()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(20)
         first = replace(ME, address=listener.getsockname())
-        life = Life(make_stepping(), replace(SECOND_OF_NODE, members=(first, SECOND_OF_NODE.members[1])))
-        life.stop.notice = PreemptionNotice("file", "spot", time.time() + 0.5)
+        world = replace(SECOND_OF_NODE, members=(first, SECOND_OF_NODE.members[1]))
+        life = Life(make_stepping(), world)
+        life.worker.stop = stop
+        if is_noticed:
+            stop.give_notice(PreemptionNotice("file", "spot", time.time() + 0.5), 0.5)
+        else:
+            stop.expect_kill(0.5)
+            stop._remember(signal.SIGTERM, None)
         began = time.monotonic()
-        assert life.run()[-1] == ("end", 143)
+        if is_between_worlds:
+            assert life.exits.stop_between_worlds(world) == 143
+        else:
+            assert life.run()[-1] == ("end", 143)
         assert 0.3 < time.monotonic() - began < 10.0
+    stop.uninstall()
 
 
 # A process of its own forks: with the threads of a test's process a child may wait for a lock that nobody releases.
