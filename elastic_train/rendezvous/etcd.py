@@ -66,7 +66,7 @@ class Etcd:
 
     Every call returns within about `deadline` seconds, or raises StoreUnreachable; StoreRefused says what etcd does not
     allow. At the start that is also, at once, where no member and this side accept each other's certificates: that does
-    not heal.
+    not heal; and where the database is full: there is no training yet that would wait.
     """
 
     connections: Connections
@@ -106,6 +106,8 @@ class Etcd:
             compare=transaction.compare, success=transaction.success, failure=transaction.failure
         )
         response = self._call(lambda client: client.kvstub.Txn, request)
+        if any(part.WhichOneof("request") == "request_put" for part in transaction.success):
+            self.connections.has_written = True
         return TransactionResult(
             succeeded=response.succeeded,
             revision=response.header.revision,
@@ -154,7 +156,9 @@ class Etcd:
     def grant(self, seconds: float) -> int:
         """A lease for whole seconds, rounded up; etcd may make it longer (1.5 election timeouts at least)."""
         request = self._rpc.LeaseGrantRequest(TTL=max(1, -int(-seconds // 1)), ID=0)
-        return int(self._call(lambda client: client.leasestub.LeaseGrant, request).ID)
+        lease = int(self._call(lambda client: client.leasestub.LeaseGrant, request).ID)
+        self.connections.has_written = True
+        return lease
 
     def refresh(self, lease: int) -> bool:
         """Start a lease's time anew; whether it was still there. etcd reports a lost one as no error."""
@@ -236,9 +240,9 @@ class Etcd:
             self.connections.has_answered = True
             return response
         except grpc.RpcError as error:
-            settings = self.connections.settings
+            settings, answers = self.connections.settings, self.connections
             judged = judge_tls(error.details() or "", settings.endpoints[index], settings) or judge(
-                error, has_answered=self.connections.has_answered
+                error, has_answered=answers.has_answered, has_written=answers.has_written
             )
             if isinstance(judged, TokenRefused) and client is not None:
                 self.connections.drop(index, client)

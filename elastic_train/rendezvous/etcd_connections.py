@@ -88,6 +88,8 @@ class Connections:
         self._is_closed = False
         self.has_answered = False
         """whether any member ever has: where certificates and password were good once, they may be being renewed"""
+        self.has_written = False
+        """whether etcd has answered a write of this process, as a full one does not"""
         self.num_requests = 0
         """attempts made so far, and bytes of the messages both ways: for measurements"""
         self.num_bytes = 0

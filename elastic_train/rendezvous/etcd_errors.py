@@ -80,12 +80,14 @@ def judge_tls(text: str, endpoint: str, settings: EtcdSettings) -> TlsRefused | 
     return None
 
 
-def judge(error: Any, *, has_answered: bool = False) -> Exception:
+def judge(error: Any, *, has_answered: bool = False, has_written: bool = False) -> Exception:
     """What a gRPC error means: Transient, TokenRefused, LeaseLost, Compacted, or StoreRefused for all that stays.
 
     Args:
         has_answered: whether a call was answered once. Then the password was good, and the new one may not be in its
-            file yet; and who trains can wait until somebody has made room in a full database.
+            file yet.
+        has_written: whether a write was. Who trains can wait until somebody has made room in a full database; a start,
+            which may read from it, cannot.
     """
     import grpc
 
@@ -101,7 +103,7 @@ def judge(error: Any, *, has_answered: bool = False) -> Exception:
         return StoreRefused(text, TOO_LARGE)  # gRPC's own limit, half a MiB above etcd's
     if code == codes.RESOURCE_EXHAUSTED and "too many requests" not in text:
         what, do = f"it refuses to write: {text}", "a full database must be compacted and defragmented"
-        return Transient(f"{what}; {do}") if has_answered else StoreRefused(what, do)
+        return Transient(f"{what}; {do}") if has_written else StoreRefused(what, do)
     if code == codes.PERMISSION_DENIED:
         return StoreRefused(
             f"{text}: the user's role does not allow this key prefix",

@@ -473,7 +473,7 @@ def test_what_is_too_large_for_a_request_is_told_with_a_remedy(etcd: Etcd, mebib
 
 
 def test_a_full_database_has_the_grace_to_be_mended(tmp_path: Path) -> None:
-    """Training needs no write. Where a first call is one, it is told at once."""
+    """Training needs no write. A start, whose first call only reads, does, and is told at once."""
     with etcd_running(tmp_path, flags=("--quota-backend-bytes", str(2 * 2**20))) as cluster:
         running = connect(cluster.settings(), deadline=1.0)
         assert running.get("filling") is None
@@ -485,6 +485,8 @@ def test_a_full_database_has_the_grace_to_be_mended(tmp_path: Path) -> None:
         with pytest.raises(StoreUnreachable, match=r"refuses to write: .*space exceeded; .*defragmented"):
             fill()
         beginning = connect(cluster.settings())
+        with pytest.raises(StoreRefused, match=r"refuses to write: .*space exceeded; .*defragmented"):
+            open_job(beginning, cluster.settings(), "full")
         with pytest.raises(StoreRefused, match=r"refuses to write: .*space exceeded; .*defragmented"):
             EtcdStore(beginning).put("here", "")
         for etcd in (running, beginning):
