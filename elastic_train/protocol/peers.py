@@ -23,7 +23,7 @@ from elastic_train.protocol.branch_off import BranchOff
 from elastic_train.protocol.job import SETTLED_REDUCTIONS, Denied, InQueue, KnownMembers, Over, Place
 from elastic_train.protocol.join_queue import Entrance, Finder, Size, Waiting, stores_by_node
 from elastic_train.protocol.known_worlds import Announcements, KnownWorlds, Newcomers
-from elastic_train.protocol.store import Afresh, Clients, KeyValueStore, Notes, OwnStore, entries, scoped
+from elastic_train.protocol.store import NUM_PROPOSERS, Afresh, Clients, KeyValueStore, Notes, OwnStore, entries, scoped
 from elastic_train.world import Address, Member, World
 
 
@@ -327,7 +327,8 @@ class PeerJob:
         if headless is not None and headless.rank > 0 and headless is self._world and not self._is_host_meanwhile:
             self._is_host_meanwhile = True
             self._entrance.host_meanwhile(headless, lambda: self._world)
-        if world is not None and (world.rank == 0 or world is headless):
+        # Some besides rank 0: the place where newcomers look may not hear rank 0 alone.
+        if world is not None and (world.rank <= NUM_PROPOSERS or world is headless):
             self._finder.show(stores_by_node(world), self._facts.known.get("job_token", ""), if_missing=world.rank > 0)
 
     def finish(self, world: World) -> None:

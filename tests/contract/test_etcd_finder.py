@@ -162,14 +162,17 @@ def test_a_sign_is_repeated_no_longer_than_somebody_asks_for_it(make: Make, list
 
 
 def test_who_is_headless_writes_a_sign_anew_that_stands_still_and_no_other(make: Make, listener: Address) -> None:
-    """Newcomers would take a sign that nobody writes, and whose stores refuse, for that of a dead job."""
-    first, headless, newcomer = make(("h", 1)), make(listener), make(("h", 2))
+    """Newcomers would take a sign that nobody writes, and whose stores refuse, for that of a dead job; so they would
+    none, once the lease of who wrote it last is over."""
+    first, headless, newcomer = make(("h", 1), lease=5.0), make(listener), make(("h", 2))
     first.show([("h", 1), listener], "token")
     headless.show([("h", 1), listener], "token", if_missing=True)
     wait_until(lambda: found(newcomer) == [("h", 1), listener], "the sign", PATIENCE)
     time.sleep(3 * etcd_finder.KEEP_SECONDS)
     stop(first)
     wait_until(lambda: found(newcomer) == [listener, ("h", 1)], "its own one", PATIENCE)
+    wait_until(lambda: newcomer._etcd.get(first._own.key) is None, "the end of the first one's lease", PATIENCE)
+    assert not newcomer.is_beginner()
 
 
 def test_an_entry_that_has_run_out_is_opened_anew(make: Make, listener: Address) -> None:

@@ -313,6 +313,13 @@ def begins_beside_those_without_etcd() -> Plan:
     return replace(made, lease=3.0, begins_twice=True)
 
 
+def first_without_the_store() -> Plan:
+    """One of four is killed, rank 0 loses etcd, and the killed one comes back when rank 0's leases are over."""
+    away = ((2.0, "lose_store", (0,)), (30.0, "find_store", (0,)))
+    made = plan(4, (1.0, "kill", 3), *away, (11.0, "back", 3, False), recovers_at=30.0, min_nodes=1)
+    return replace(made, lease=3.0)
+
+
 def two_plans_for_one_newcomer() -> Plan:
     """Two of seven are cut off, and the others' directory is silent; so the plan to take the two back is written while
     the world that it follows breaks, and they are invited by it after they were by that of the next world."""

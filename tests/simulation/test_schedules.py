@@ -304,6 +304,16 @@ def test_a_second_job_in_etcd_stops_for_the_one_that_has_come_further() -> None:
     assert [worker.activity for worker in simulation.living] == ["trains"] * 2
 
 
+def test_where_rank_0_alone_is_away_from_etcd_a_newcomer_finds_the_others() -> None:
+    """It could not show the job for more than two leases, and then for as long as it likes."""
+    simulation = run(directed.first_without_the_store())
+    assert [worker.process.ending for worker in simulation.workers] == [None, None, None, "killed", None]
+    assert len(simulation.starts) == 1
+    assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
+    entered = [note for note in simulation.notes if note[9:].startswith(f"{simulation.workers[4]} enters")]
+    assert float(entered[0][:8]) < 30.0, "rank 0 is still away"
+
+
 def test_nobody_is_invited_to_follow_a_world_that_is_over() -> None:
     run(directed.two_plans_for_one_newcomer())
 
