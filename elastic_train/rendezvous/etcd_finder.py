@@ -96,7 +96,7 @@ class EtcdFinder:
         except BaseException:
             self._connections.close()
             raise
-        self._next_keep = time.monotonic() + lease / 4
+        self._next_keep = time.monotonic() + self._own.seconds_between
         self._looked_at = -1e9
         self._seen: tuple[Address, ...] = ()
         self._stood: tuple[list[str], float] = ([], 0.0)
@@ -247,7 +247,7 @@ class EtcdFinder:
         is_due = time.monotonic() >= self._next_keep
         if is_due:
             own.keep()
-            self._next_keep = time.monotonic() + self._seconds / 4
+            self._next_keep = time.monotonic() + own.seconds_between
         if sign is None:
             return is_due
         name, stores, token, if_missing = sign

@@ -123,6 +123,8 @@ class NodeLease:
         self.store, self.job = store, job
         self.key, self._address = f"{job.prefix}/nodes/{node}", address
         self._seconds = seconds
+        self.seconds_between = min(seconds, job.lease_seconds) / 4
+        """two calls of `keep`; who opened the job may have given it a shorter lease"""
         self.lease = 0
         """its own; 0 before the first `keep`"""
         self._lock = threading.Lock()
@@ -131,10 +133,10 @@ class NodeLease:
 
     def keep(self) -> None:
         """Start the time of both leases anew; the node's is taken anew where it has run out. Each call of etcd
-        blocks for half of that time at most."""
+        blocks for half of the shorter one at most."""
         self.silence.look()
-        attempt = min(2.0, self._seconds / 4)
-        store = self.store.with_timeouts(self._seconds / 2, attempt, lambda _why: None)
+        turn = self.seconds_between
+        store = self.store.with_timeouts(2 * turn, min(2.0, turn), lambda _why: None)
         self.job.keep(store.etcd)
         with self._lock:
             lease = self.lease

@@ -14,7 +14,7 @@ import pytest
 
 from elastic_train.errors import Stopped, StoreRefused, StoreUnreachable
 from elastic_train.protocol.arbiter import MOST_REMOVED, OUTDATED, ArbiterSilent
-from elastic_train.rendezvous import etcd_finder
+from elastic_train.rendezvous import etcd_finder, etcd_job
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_errors import Transient
@@ -188,6 +188,24 @@ def test_an_entry_that_has_run_out_is_opened_anew(make: Make, listener: Address)
     with pytest.raises(ArbiterSilent):
         arbiter.claim("job", 0, "b")
     assert not arbiter.sees("world")
+
+
+def test_an_entry_with_a_shorter_lease_than_the_workers_does_not_run_out(
+    make: Make, etcd_settings: EtcdSettings, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections, seconds = Connections(etcd_settings), 4.0
+    with monkeypatch.context() as patch:
+        patch.setattr(etcd_job, "MIN_LEASE_SECONDS", seconds)
+        shorter = replace(etcd_settings, grace=1.0)
+        opened = etcd_job.open_job(Etcd(connections, PATIENCE), shorter, request.node.name)
+    finder = make(("h", 1), lease=600.0)
+    assert finder._own.job == opened
+    time.sleep(2.5 * seconds)
+    entry = Etcd(connections, PATIENCE).get(opened.guard.key)
+    connections.close()
+    assert entry is not None
+    assert entry.create_revision == opened.guard.create_revision
+    assert finder._own.job == opened
 
 
 def test_who_was_frozen_takes_nobodys_place_again(make: Make, listener: Address) -> None:
