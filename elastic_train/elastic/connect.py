@@ -298,8 +298,8 @@ def form_ahead(world: World, own: Endpoints) -> FormedGroup:
 
 def answering(members: tuple[Member, ...], peer_timeout: float = math.inf) -> tuple[Member, ...]:
     """Those that answer a probe. Blocks the watcher's thread, which pings nobody meanwhile, and must not be missed."""
-    found = zip(members, probe_all(members, min(PROBE_SECONDS, peer_timeout / 8)), strict=True)
-    return tuple(member for member, answer in found if answer is Probe.ACCEPTED)
+    found = probe_all([member.address for member in members], min(PROBE_SECONDS, peer_timeout / 8))
+    return tuple(member for member, answer in zip(members, found, strict=True) if answer is Probe.ACCEPTED)
 
 
 def size_of(launch: Launch) -> Size:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from enum import StrEnum
 
-from elastic_train.world import Member
+from elastic_train.world import Address, Member
 
 PROBE_SECONDS = 0.5
 
@@ -23,7 +23,7 @@ class Probe(StrEnum):
     """no answer: a dead host, a cut cable, a firewall; proves nothing"""
 
 
-def probe(address: tuple[str, int], timeout: float = PROBE_SECONDS) -> Probe:
+def probe(address: Address, timeout: float = PROBE_SECONDS) -> Probe:
     """Try to connect. Blocks up to `timeout` seconds."""
     try:
         with socket.create_connection(address, timeout):
@@ -36,17 +36,18 @@ def probe(address: tuple[str, int], timeout: float = PROBE_SECONDS) -> Probe:
 
 def refusing(members: Sequence[Member]) -> list[Member]:
     """Those at whose address nobody listens: their processes are gone. Blocks up to PROBE_SECONDS."""
-    return [member for member, found in zip(members, probe_all(members), strict=True) if found is Probe.REFUSED]
+    found = probe_all([member.address for member in members])
+    return [member for member, answer in zip(members, found, strict=True) if answer is Probe.REFUSED]
 
 
-def probe_all(members: Sequence[Member], timeout: float = PROBE_SECONDS) -> list[Probe]:
+def probe_all(addresses: Sequence[Address], timeout: float = PROBE_SECONDS) -> list[Probe]:
     """All at once. Blocks up to `timeout` seconds, twice as long where a name has several addresses."""
-    results = [Probe.SILENT] * len(members)
+    results = [Probe.SILENT] * len(addresses)
 
     def look(index: int) -> None:
-        results[index] = probe(members[index].address, timeout)
+        results[index] = probe(addresses[index], timeout)
 
-    threads = [threading.Thread(target=look, args=(index,), daemon=True) for index in range(len(members))]
+    threads = [threading.Thread(target=look, args=(index,), daemon=True) for index in range(len(addresses))]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + 2 * timeout

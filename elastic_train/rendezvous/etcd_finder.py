@@ -2,9 +2,11 @@
 
 Below the job's entry (etcd_job.py), under a lease of the process that writes them:
 
-- `sign`: stores of some members, and the token of their job; rank 0 writes it every second.
+- `sign`: stores of some members, and the token of their job; rank 0 writes it every half second, and ranks 1 and 2
+  where it stands still.
 - `begin`: the store of the one that begins, which has created it.
-- `nodes/UID`: every worker.
+
+Under the entry's own lease `workers/UID` notes every worker until it leaves, whether etcd hears from it or not.
 
 Nobody trains by them. A sign goes with the lease of who wrote it last; before that, where nobody listens at any store
 that it names.
@@ -25,7 +27,7 @@ from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_arbiter import arbiter_in
 from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS, Connections, Entry
 from elastic_train.rendezvous.etcd_errors import LeaseLost
-from elastic_train.rendezvous.etcd_job import NodeLease, delete_job, open_job
+from elastic_train.rendezvous.etcd_job import NodeLease, leave_job, note_worker, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, stamp, text_of
 from elastic_train.world import Address
@@ -46,8 +48,6 @@ CLOSE_SECONDS = 3.0
 """for tidying up at the end; what is left then runs out with the leases"""
 MOST_NAMED = 16
 """stores in a sign"""
-MOST_PROBED = 16
-"""others at the end, of whom it is looked who is dead"""
 
 
 class EtcdFinder:
@@ -123,6 +123,7 @@ class EtcdFinder:
             store = EtcdStore(self._etcd, lease=job.lease, guard=job.guard)
             own = NodeLease(store, job, self._uid, json.dumps(self._address), self._seconds)
             with contextlib.suppress(LeftOut):  # the last of the others has taken it away at this moment
+                note_worker(store, job, self._uid, self._address)
                 own.keep()
                 return own
 
@@ -145,7 +146,7 @@ class EtcdFinder:
             return self._seen
         found: list[Address] = []
         try:
-            for entry in self._shown(self._own):
+            for entry in shown(self._own):
                 found += stores_in(text_of(entry))
             self._note_answer()
         except StoreUnreachable as error:
@@ -164,14 +165,14 @@ class EtcdFinder:
     def is_beginner(self) -> bool:
         own = self._own
         try:
-            sign, begin = self._shown(own)
+            sign, begin = shown(own)
             is_mine = begin is not None and json.loads(text_of(begin) or "{}").get("by") == self._uid
             if sign is None and is_mine:
                 return True
             theirs = [text for text in (text_of(sign), None if is_mine else text_of(begin)) if text is not None]
             if theirs and not self._are_gone(theirs):
                 return False
-            etcd, (sign_key, begin_key) = own.store.etcd, self._keys(own)
+            etcd, (sign_key, begin_key) = own.store.etcd, sign_and_begin(own)
             conditions = [
                 etcd.is_created_at(own.job.guard.key, own.job.guard.create_revision),
                 etcd.is_at(sign_key, sign.mod_revision if sign else 0),
@@ -194,13 +195,6 @@ class EtcdFinder:
         if now - self._stood[1] < REFUSED_SECONDS:
             return False
         return all(probe(store) is Probe.REFUSED for text in texts for store in stores_in(text))
-
-    def _shown(self, own: NodeLease) -> list[Entry | None]:
-        return own.store.etcd.get_many(self._keys(own))
-
-    @staticmethod
-    def _keys(own: NodeLease) -> tuple[str, str]:
-        return f"{own.job.prefix}/sign", f"{own.job.prefix}/begin"
 
     def _text(self, stores: Sequence[Address], job_token: str) -> str:
         self._num_shown += 1  # who looks whether anybody writes sees it change
@@ -232,14 +226,21 @@ class EtcdFinder:
         while not self._is_closed.wait(KEEP_SECONDS):
             with going_on(told, f"etcd at {self.describe()}"):
                 try:
-                    if self._keep_once():
+                    if self._turn():
                         self._note_answer()
-                except StoreUnreachable as error:
+                except (StoreUnreachable, StoreRefused) as error:
                     if not self._is_closed.is_set():
                         self._note_none(error)
-                except LeftOut:  # its lease is over, or the entry's, for all in that were away for long
-                    self._own.end(self._etcd)
-                    self._own = self._open(self._etcd)
+
+    def _turn(self) -> bool:
+        """As `_keep_once`, but for LeftOut."""
+        try:
+            return self._keep_once()
+        except LeftOut:  # its lease is over, or the entry's, for all in that were away for long
+            if not self._is_closed.is_set():
+                self._own.end(self._etcd)
+                self._own = self._open(self._etcd)
+            return True
 
     def _keep_once(self) -> bool:
         """Whether etcd was asked for anything. Raises: StoreUnreachable; LeftOut where a lease or the entry is gone."""
@@ -274,7 +275,7 @@ class EtcdFinder:
             self._has_warned = False
             self._warn(f"etcd answers again, after {time.monotonic() - since:.0f} s")
 
-    def _note_none(self, error: StoreUnreachable) -> float:
+    def _note_none(self, error: StoreUnreachable | StoreRefused) -> float:
         """For how many seconds it has been silent."""
         since = self._silent_since
         if since is None:
@@ -286,19 +287,25 @@ class EtcdFinder:
         return silence
 
     def close(self) -> None:
-        """Leave nothing behind: the last one out takes the entry away. Not long where etcd does not answer."""
+        """Leave nothing behind: the last one out takes the entry away. Not long where etcd does not answer; then, and
+        where one that did not leave gives no answer, the entry goes with its lease."""
         self._is_closed.set()
         self._keeper.join(2 * ATTEMPT_SECONDS)
         own, etcd = self._own, Etcd(self._connections, CLOSE_SECONDS, CLOSE_SECONDS / 2)
         with contextlib.suppress(StoreUnreachable, StoreRefused, LeftOut):
             own.end(etcd)
-            others, _ = etcd.below(f"{own.job.prefix}/nodes/")
-            for other in others if len(others) <= MOST_PROBED else ():
-                host, port = json.loads(text_of(other) or "")
-                if probe((host, port)) is Probe.REFUSED:  # killed: its lease lasts longer than it
-                    etcd.delete(other.key)
-            delete_job(etcd, own.job, unless_below=(f"{own.job.prefix}/nodes/",))
+            leave_job(etcd, own.job, self._uid)
         self._connections.close()
+
+
+def sign_and_begin(own: NodeLease) -> tuple[str, str]:
+    """The keys that lead newcomers."""
+    return f"{own.job.prefix}/sign", f"{own.job.prefix}/begin"
+
+
+def shown(own: NodeLease) -> list[Entry | None]:
+    """What they lead to. Raises: StoreUnreachable, StoreRefused."""
+    return own.store.etcd.get_many(sign_and_begin(own))
 
 
 def stores_in(text: str | None) -> tuple[Address, ...]:

@@ -17,12 +17,16 @@ from dataclasses import dataclass
 
 from elastic_train.errors import LeftOut, StoreUnreachable
 from elastic_train.protocol.heartbeat import LONGEST_PAUSE, AwakeTime
+from elastic_train.protocol.probes import Probe, probe_all
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_connections import Entry
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Guard, text_of
+from elastic_train.world import Address
 
 MIN_LEASE_SECONDS = 60.0
+MOST_PROBED = 16
+"""others of whom it is looked at the end who is dead"""
 MOST_TURNS = 100
 """of others who open and end the job in the same moments"""
 NO_STAMP = b"-" * 12
@@ -105,6 +109,25 @@ def delete_job(etcd: Etcd, job: JobEntry, unless_below: Sequence[str] = ()) -> N
         etcd.revoke(job.lease)
 
 
+def note_worker(store: EtcdStore, job: JobEntry, worker: str, address: Address) -> None:
+    """Note a worker in the entry for as long as that lasts, also while its own lease has run out."""
+    store.under(job.lease).put(f"{job.prefix}/workers/{worker}", json.dumps(address))
+
+
+def leave_job(etcd: Etcd, job: JobEntry, worker: str) -> None:
+    """Cross a worker out; remove the job where no other is left but those at whose address nobody listens. Who lives
+    may have heard nothing of etcd for long; so an entry with one that does not answer is left to its lease."""
+    noted = f"{job.prefix}/workers/"
+    etcd.delete(noted + worker)
+    others, _ = etcd.below(noted)
+    if len(others) <= MOST_PROBED:
+        places = [json.loads(text_of(other) or "") for other in others]
+        for other, found in zip(others, probe_all([(host, port) for host, port in places]), strict=True):
+            if found is Probe.REFUSED:
+                etcd.delete(other.key)
+    delete_job(etcd, job, unless_below=(noted,))
+
+
 class NodeLease:
     """A sign of life of a node, or of a worker: its key below `nodes/`, under a lease of its own. It keeps the job's
     lease, too.
@@ -128,6 +151,7 @@ class NodeLease:
         self.lease = 0
         """its own; 0 before the first `keep`"""
         self._lock = threading.Lock()
+        self._is_ended = False
         self.silence = AwakeTime(longest=seconds / 2 + LONGEST_PAUSE)
         """since etcd last confirmed both leases"""
 
@@ -141,6 +165,8 @@ class NodeLease:
         with self._lock:
             lease = self.lease
             if not lease or not store.etcd.refresh(lease):
+                if self._is_ended:
+                    raise LeftOut("this worker has left the job")
                 lease = store.etcd.grant(self._seconds)
             # Every time, also where it stands there: what comes back tells that the mirror's stream is alive.
             store.under(lease).put(self.key, self._address)
@@ -156,6 +182,7 @@ class NodeLease:
             self.store.under(self.lease).put(key, value)
 
     def end(self, etcd: Etcd) -> None:
-        """Remove all keys under it at once."""
+        """Remove all keys under it at once. It is taken anew by no `keep`, nor by one that is under way."""
+        self._is_ended = True
         if self.lease:
             etcd.revoke(self.lease)

@@ -16,7 +16,7 @@ from elastic_train.errors import Stopped, StoreRefused, StoreUnreachable
 from elastic_train.protocol.arbiter import MOST_REMOVED, OUTDATED, ArbiterSilent
 from elastic_train.rendezvous import etcd_finder, etcd_job
 from elastic_train.rendezvous.etcd import Etcd
-from elastic_train.rendezvous.etcd_connections import Connections
+from elastic_train.rendezvous.etcd_connections import Connections, Entry
 from elastic_train.rendezvous.etcd_errors import Transient
 from elastic_train.rendezvous.etcd_finder import EtcdFinder
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
@@ -208,6 +208,48 @@ def test_an_entry_with_a_shorter_lease_than_the_workers_does_not_run_out(
     assert finder._own.job == opened
 
 
+def entry_of(finder: EtcdFinder) -> Entry | None:
+    return finder._etcd.get(finder._own.job.guard.key)
+
+
+def test_who_is_closed_leaves_the_entry_to_those_of_whom_etcd_has_not_heard_for_long(
+    make: Make, listener: Address
+) -> None:
+    member, newcomer, watcher = make(listener), make(("h", 1)), make(("h", 2))
+    for finder in (member, watcher):
+        stop(finder)
+        finder._etcd.revoke(finder._own.lease)
+    assert member.arbiter().claim("job", 0, "a") == "a"
+    newcomer.close()
+    assert entry_of(watcher) is not None
+    assert member.arbiter().claim("job", 0, "b") == "a"
+
+
+def test_who_is_closed_removes_an_entry_of_the_dead(make: Make) -> None:
+    """Their leases last longer than they."""
+    killed, last = make(("127.0.0.1", free_port())), make(("h", 1))
+    stop(killed)
+    job, etcd = last._own.job, Etcd(Connections(last._settings), PATIENCE)
+    last.close()
+    assert etcd.get(job.guard.key) is None
+    assert etcd.below(f"{job.prefix}/")[0] == []
+
+
+def test_a_keeper_that_outlives_the_end_opens_nothing(make: Make, listener: Address) -> None:
+    """A call of its own that etcd did not answer for a while."""
+    finder = make(listener)
+    stop(finder)
+    own = finder._own
+    own.end(finder._etcd)
+    finder._next_keep = 0.0
+    finder._turn()
+    assert finder._own is own
+    assert finder._etcd.below(f"{own.job.prefix}/nodes/")[0] == []
+    finder.show([listener], "token")
+    finder._turn()
+    assert found(finder) == []
+
+
 def test_who_was_frozen_takes_nobodys_place_again(make: Make, listener: Address) -> None:
     frozen, other = make(listener, lease=3.0), make(("h", 1))
     assert frozen.is_beginner()
@@ -235,22 +277,23 @@ def test_the_wait_for_a_silent_etcd_can_be_stopped_and_ends_with_the_grace() -> 
         EtcdFinder(replace(nowhere, grace=60.0), "run", check=stopped, **named)  # type: ignore[arg-type]
 
 
-def silent(finder: EtcdFinder, patch: pytest.MonkeyPatch) -> None:
+def silent(patch: pytest.MonkeyPatch, error: Exception) -> None:
     def attempt(*_arguments: object) -> None:
-        raise Transient("away")
+        raise error
 
     patch.setattr(Etcd, "_attempt", attempt)
 
 
+@pytest.mark.parametrize("error", [Transient("away"), StoreRefused("etcd's database is full")], ids=["away", "refuses"])
 def test_training_goes_on_without_etcd_and_is_told_so_once(
-    make: Make, listener: Address, said: list[str], monkeypatch: pytest.MonkeyPatch
+    error: Exception, make: Make, listener: Address, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finder = make(listener)
     finder.keep(has_world=True)
     finder.show([listener], "token")
     with monkeypatch.context() as patch:
         patch.setattr(etcd_finder, "WARN_SECONDS", 0.5)
-        silent(finder, patch)
+        silent(patch, error)
         wait_until(lambda: bool(said), "a warning", PATIENCE)
         assert found(finder) == []
         time.sleep(1.0)
@@ -262,12 +305,9 @@ def test_training_goes_on_without_etcd_and_is_told_so_once(
 def test_who_trains_is_not_ended_by_a_password_that_is_changed(
     make: Make, listener: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def attempt(*_arguments: object) -> None:
-        raise StoreRefused("invalid user ID or password", "correct it")
-
     finder = make(listener)
     with monkeypatch.context() as patch:
-        patch.setattr(Etcd, "_attempt", attempt)
+        silent(patch, StoreRefused("invalid user ID or password", "correct it"))
         with pytest.raises(StoreRefused):
             found(finder)
         finder.keep(has_world=True)
@@ -349,7 +389,7 @@ def test_an_etcd_that_is_away_is_silent(make: Make, monkeypatch: pytest.MonkeyPa
     finder = make(("h", 1))
     arbiter = finder.arbiter()
     with monkeypatch.context() as patch:
-        silent(finder, patch)
+        silent(patch, Transient("away"))
         for ask in (lambda: arbiter.claim("job", 0, "a"), lambda: arbiter.show("world"), lambda: arbiter.sees("world")):
             with pytest.raises(ArbiterSilent):
                 ask()
