@@ -281,7 +281,8 @@ class SimEtcdFinder:
             except StoreUnreachable:
                 pass
             except LeftOut:
-                self._open_again()
+                if not self._is_closed:
+                    self._open_again()
             self._process.sleep(KEEP_SECONDS)
 
     def _open_again(self) -> None:
