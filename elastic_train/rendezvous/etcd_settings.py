@@ -52,7 +52,8 @@ class EtcdSettings:
     password_file: str | None = None
     """file whose first line is the password; without it, the password is in ELASTIC_TRAIN_ETCD_PASSWORD"""
     grace: float = 60.0
-    """seconds that etcd may be away while training goes on"""
+    """seconds that etcd may be away from `agents`, or from a node that is in no world; and after which members of whom
+    neither etcd nor a newcomer hears count for nothing"""
     last_call: float = LAST_CALL_SECONDS
     """seconds that a first world below max_nodes waits for more nodes"""
     min_nodes: int = 1

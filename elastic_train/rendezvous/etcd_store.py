@@ -1,4 +1,4 @@
-"""The key-value store that membership speaks, on etcd v3; and a mirror of a part of it in this process's memory.
+"""A key-value store on etcd v3, for a job's entry; and, for agents, a mirror of a part of it in the process's memory.
 
 Everything is written under one lease and behind one **guard**: a key whose disappearance means that the job is over,
 or that another has taken its place. A process that was frozen meanwhile can write nothing any more.
