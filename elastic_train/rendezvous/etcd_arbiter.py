@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
 from elastic_train.protocol.arbiter import Arbiter, Claims
+from elastic_train.rendezvous.etcd_job import NodeLease
 from elastic_train.rendezvous.etcd_store import EtcdStore
 
 
@@ -19,43 +20,47 @@ class Keys:
     not have a second one made where the first has gone.
     """
 
-    def __init__(self, store: EtcdStore, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
+    def __init__(self, entry: Callable[[], NodeLease | None]) -> None:
+        self._entry = entry
+
+    @contextmanager
+    def _keys(self) -> Iterator[tuple[EtcdStore, str]]:
+        """The store, and what all keys in it begin with."""
+        entry = self._entry()
+        if entry is None:
+            raise OSError("no entry of the job has been opened yet")
+        try:
+            yield entry.store, f"{entry.job.prefix}/claims/"
+        except (StoreUnreachable, StoreRefused, LeftOut) as error:
+            raise OSError(str(error)) from error
 
     def create(self, name: str, text: str, *, is_durable: bool) -> None:
         del is_durable  # all that etcd has answered is
         text = text or "-"  # an empty one is as good as none
-        with _told_as_os_error():
-            standing = self._store.create(self._prefix + name, text)
+        with self._keys() as (store, prefix):
+            standing = store.create(prefix + name, text)
         if standing != text:
             raise FileExistsError(name)
 
     def read(self, name: str) -> str | None:
-        with _told_as_os_error():
-            return self._store.get(self._prefix + name)
+        with self._keys() as (store, prefix):
+            return store.get(prefix + name)
 
     def remove(self, name: str) -> None:
-        with _told_as_os_error():
-            self._store.delete(self._prefix + name)
+        with self._keys() as (store, prefix):
+            store.delete(prefix + name)
 
     def names(self) -> list[str]:
-        with _told_as_os_error():
-            found, _ = self._store.etcd.below(self._prefix, keys_only=True)
-        return [entry.key.removeprefix(self._prefix) for entry in found]
+        with self._keys() as (store, prefix):
+            found, _ = store.etcd.below(prefix, keys_only=True)
+        return [entry.key.removeprefix(prefix) for entry in found]
 
     def written_at(self, name: str) -> float:
         """Nothing here grows old: each name is a few bytes, and goes with the job."""
         return 0.0
 
 
-@contextmanager
-def _told_as_os_error() -> Iterator[None]:
-    try:
-        yield
-    except (StoreUnreachable, StoreRefused, LeftOut) as error:
-        raise OSError(str(error)) from error
-
-
-def arbiter_in(store: EtcdStore, prefix: str) -> Arbiter:
-    """Whose claims are below `prefix`. Blocks as calls of `store` do."""
-    return Claims(Keys(store, f"{prefix}/claims/"), lambda: secrets.token_hex(8))
+def arbiter_in(entry: Callable[[], NodeLease | None]) -> Arbiter:
+    """Whose claims are in the entry that `entry` gives, always the same; silent before it gives one. Blocks as calls of
+    the entry's store do."""
+    return Claims(Keys(entry), lambda: secrets.token_hex(8))

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable, going_on
+from elastic_train.errors import ElasticTrainError, LeftOut, StoreRefused, StoreUnreachable, going_on
 from elastic_train.protocol.arbiter import Arbiter
 from elastic_train.protocol.probes import Probe, probe
 from elastic_train.rendezvous.etcd import Etcd, Transaction
@@ -42,6 +42,9 @@ REFUSED_SECONDS = 3.0
 """in which nobody has written a sign anew, where nobody listens at any store that it names"""
 WARN_SECONDS = 5.0
 """of etcd's silence before anybody is told"""
+NEXT_SECONDS = 10.0
+REACH_SECONDS = 2.0
+"""between two looks, that and this for each that the first has named: after more, the first has led to a host"""
 REPORT_SECONDS = 10.0
 """between two lines to the person who waits with us"""
 CLOSE_SECONDS = 3.0
@@ -50,8 +53,58 @@ MOST_NAMED = 16
 """stores in a sign"""
 
 
+class EtcdSilence:
+    """What comes of it that etcd does not answer one worker. For two threads; what is assigned is one reference.
+
+    Args:
+        grace: seconds that a worker without a world waits for etcd.
+    """
+
+    def __init__(self, grace: float, log: Callable[[str], None], warn: Callable[[str], None]) -> None:
+        self._grace, self._log, self._warn = grace, log, warn
+        self._since: float | None = None
+        self._reported_at = time.monotonic()
+        self._looks_since: float | None = None
+        """when the first of the looks ended that etcd has not answered, and that have led to nobody"""
+        self._has_warned = False
+
+    def report(self, why: str) -> None:
+        now = time.monotonic()
+        if now > self._reported_at + REPORT_SECONDS:
+            self._log(f"waiting for etcd, {self._grace:.0f} s at most: {why}")
+            self._reported_at = now
+
+    def note_answer(self) -> None:
+        since, self._since, self._looks_since = self._since, None, None
+        if self._has_warned and since is not None:
+            self._has_warned = False
+            self._warn(f"etcd answers again, after {time.monotonic() - since:.0f} s")
+
+    def note_none(self, error: StoreUnreachable | StoreRefused, *, has_world: bool) -> None:
+        since = self._since
+        if since is None:
+            since = self._since = time.monotonic()
+        if has_world and not self._has_warned and time.monotonic() - since > WARN_SECONDS:
+            self._has_warned = True
+            self._warn(f"{error}; training goes on without it, but nobody finds the job there")
+
+    def note_look(self, error: ElasticTrainError, *, is_next: bool) -> None:
+        """A worker without a world has looked. Raises `error` where it has done so for longer than the grace.
+
+        Args:
+            is_next: whether the look before has led to nobody.
+        """
+        now, since = time.monotonic(), self._looks_since
+        if since is None or not is_next:
+            since = self._looks_since = now
+        self.report(str(error))
+        if now - since > self._grace:
+            raise error
+
+
 class EtcdFinder:
-    """As join_queue.Finder. Connects when it is made. Blocks for the grace where etcd does not answer.
+    """As join_queue.Finder. Connects when it is made. Where etcd does not answer it blocks for the grace; for one
+    attempt where `earlier` names somebody: then its thread opens the job's entry, whenever etcd answers.
 
     The training thread looks, and the watcher's says what is to be shown; a thread of its own writes it, so that
     neither waits for etcd where a job runs. There is no lock: what is assigned is one reference.
@@ -63,10 +116,10 @@ class EtcdFinder:
         check: raises Stopped where this worker was told to stop.
         log: tells the person in front of this node what is being waited for.
         warn: tells of what is not as it should be, while it trains.
-        earlier: stores of members that the run directory names.
+        earlier: stores of members that the run directory names, or that this process was in a world with.
 
     Raises:
-        StoreUnreachable, StoreRefused: as every call of etcd.
+        StoreUnreachable, StoreRefused: as every call of etcd; not where `earlier` names somebody.
     """
 
     def __init__(
@@ -87,16 +140,23 @@ class EtcdFinder:
         self._earlier = earlier
         self._connections = Connections(settings)
         self._etcd = Etcd(self._connections, deadline=ATTEMPT_SECONDS, attempt_seconds=ATTEMPT_SECONDS / 2)
-        self._reported_at = time.monotonic()
-        self._silent_since: float | None = None
-        self._has_warned = False
+        self._silence = EtcdSilence(settings.grace, log, warn)
         patient = Etcd(self._connections, deadline=settings.grace, before_retry=self._before_retry)
+        self._own: NodeLease | None = None
+        """None before the job's entry could be opened"""
+        self._first: NodeLease | None = None
+        """in whose entry this process claims, as long as it lives"""
+        self._no_entry: ElasticTrainError | None = None
+        """why there is none"""
+        is_known = bool(earlier())
         try:
-            self._own = self._open(patient)
-        except BaseException:
-            self._connections.close()
-            raise
-        self._next_keep = time.monotonic() + self._own.seconds_between
+            self._open(self._etcd if is_known else patient)
+        except BaseException as error:
+            if not is_known or not isinstance(error, StoreUnreachable | StoreRefused):
+                self._connections.close()
+                raise
+            log(f"no entry of the job in etcd yet, so this node asks the members that it knows: {error}")
+        self._next_keep = time.monotonic() + (lease / 4 if self._own is None else self._own.seconds_between)
         self._looked_at = -1e9
         self._seen: tuple[Address, ...] = ()
         self._stood: tuple[list[str], float] = ([], 0.0)
@@ -114,29 +174,30 @@ class EtcdFinder:
         self._keeper.start()
 
     def arbiter(self) -> Arbiter:
-        """Whose claims lie in the job's entry as it is now; where that runs out there are none any more."""
-        return arbiter_in(self._own.store, self._own.job.prefix)
+        """Whose claims lie in the first entry that this process opens; there are none before, nor where that runs
+        out."""
+        return arbiter_in(lambda: self._first)
 
-    def _open(self, etcd: Etcd) -> NodeLease:
-        while True:
-            job = open_job(etcd, self._settings, self._run_id)
-            store = EtcdStore(self._etcd, lease=job.lease, guard=job.guard)
-            own = NodeLease(store, job, self._uid, json.dumps(self._address), self._seconds)
-            with contextlib.suppress(LeftOut):  # the last of the others has taken it away at this moment
-                note_worker(store, job, self._uid, self._address)
-                own.keep()
-                return own
+    def _open(self, etcd: Etcd) -> None:
+        """Enter the job. Raises: StoreUnreachable, StoreRefused."""
+        try:
+            while True:
+                job = open_job(etcd, self._settings, self._run_id)
+                store = EtcdStore(self._etcd, lease=job.lease, guard=job.guard)
+                own = NodeLease(store, job, self._uid, json.dumps(self._address), self._seconds)
+                with contextlib.suppress(LeftOut):  # the last of the others has taken it away at this moment
+                    note_worker(store, job, self._uid, self._address)
+                    own.keep()
+                    break
+        except (StoreUnreachable, StoreRefused) as error:
+            self._no_entry = error
+            raise
+        self._own, self._first = own, self._first or own
 
     def _before_retry(self, why: str) -> None:
         """Between two attempts of the training thread: it can be stopped, and says what it waits for."""
         self._check()
-        self._report(why)
-
-    def _report(self, why: str) -> None:
-        now = time.monotonic()
-        if now > self._reported_at + REPORT_SECONDS:
-            self._log(f"waiting for etcd, {self._settings.grace:.0f} s at most: {why}")
-            self._reported_at = now
+        self._silence.report(why)
 
     # --- for who has no world -----------------------------------------------------------------------------------------
 
@@ -145,25 +206,34 @@ class EtcdFinder:
         if now < self._looked_at + LOOK_SECONDS:
             return self._seen
         found: list[Address] = []
+        earlier = self._earlier()
         try:
-            for entry in shown(self._own):
+            for entry in shown(self._entry()):
                 found += stores_in(text_of(entry))
-            self._note_answer()
-        except StoreUnreachable as error:
-            silence = self._note_none(error)
-            if not self._has_world:
-                self._report(str(error))
-                if silence > self._settings.grace:
+            self._silence.note_answer()
+        except (StoreUnreachable, StoreRefused) as error:
+            if isinstance(error, StoreUnreachable):
+                self._silence.note_none(error, has_world=self._has_world)
+            if not self._has_world:  # a password that is being changed is nothing to who trains
+                if isinstance(error, StoreRefused) and not earlier:
                     raise
-        except StoreRefused:  # a password that is being changed is nothing to who trains
-            if not self._has_world:
-                raise
-        self._seen = tuple(dict.fromkeys([*found, *self._earlier()]))
+                is_next = now < self._looked_at + NEXT_SECONDS + REACH_SECONDS * len(self._seen)
+                self._silence.note_look(error, is_next=is_next)
+        self._seen = tuple(dict.fromkeys([*found, *earlier]))
         self._looked_at = time.monotonic()
         return self._seen
 
+    def _entry(self) -> NodeLease:
+        """Raises: StoreUnreachable, StoreRefused."""
+        if self._own is None:
+            assert self._no_entry is not None, "it could not be opened"
+            raise self._no_entry.with_traceback(None)
+        return self._own
+
     def is_beginner(self) -> bool:
         own = self._own
+        if own is None:
+            return False
         try:
             sign, begin = shown(own)
             is_mine = begin is not None and json.loads(text_of(begin) or "{}").get("by") == self._uid
@@ -181,7 +251,11 @@ class EtcdFinder:
             value = stamp() + self._text([self._address], "").encode()
             changes = [etcd.delete_request(sign_key), etcd.put_request(begin_key, value, own.lease)]
             has_begun = etcd.transact(Transaction(conditions, changes)).succeeded
-        except (StoreUnreachable, LeaseLost):  # the next look tells; or it hung for a while, and the keeper sees it
+        except (
+            StoreUnreachable,
+            StoreRefused,
+            LeaseLost,
+        ):  # the next look tells; or it hung for a while, and the keeper sees it
             return False
         if has_begun and theirs:
             self._log(f"every worker of an earlier start of run id {self._run_id!r} is gone: a new start begins")
@@ -227,24 +301,26 @@ class EtcdFinder:
             with going_on(told, f"etcd at {self.describe()}"):
                 try:
                     if self._turn():
-                        self._note_answer()
+                        self._silence.note_answer()
                 except (StoreUnreachable, StoreRefused) as error:
                     if not self._is_closed.is_set():
-                        self._note_none(error)
+                        self._silence.note_none(error, has_world=self._has_world)
 
     def _turn(self) -> bool:
         """As `_keep_once`, but for LeftOut."""
+        if self._own is None:
+            self._open(self._etcd)
         try:
             return self._keep_once()
         except LeftOut:  # its lease is over, or the entry's, for all in that were away for long
             if not self._is_closed.is_set():
-                self._own.end(self._etcd)
-                self._own = self._open(self._etcd)
+                self._entry().end(self._etcd)
+                self._open(self._etcd)
             return True
 
     def _keep_once(self) -> bool:
         """Whether etcd was asked for anything. Raises: StoreUnreachable; LeftOut where a lease or the entry is gone."""
-        own, sign = self._own, self._sign
+        own, sign = self._entry(), self._sign
         is_due = time.monotonic() >= self._next_keep
         if is_due:
             own.keep()
@@ -269,30 +345,14 @@ class EtcdFinder:
         self._last_read = text
         return True
 
-    def _note_answer(self) -> None:
-        since, self._silent_since = self._silent_since, None
-        if self._has_warned and since is not None:
-            self._has_warned = False
-            self._warn(f"etcd answers again, after {time.monotonic() - since:.0f} s")
-
-    def _note_none(self, error: StoreUnreachable | StoreRefused) -> float:
-        """For how many seconds it has been silent."""
-        since = self._silent_since
-        if since is None:
-            since = self._silent_since = time.monotonic()
-        silence = time.monotonic() - since
-        if self._has_world and not self._has_warned and silence > WARN_SECONDS:
-            self._has_warned = True
-            self._warn(f"{error}; training goes on without it, but nobody finds the job there")
-        return silence
-
     def close(self) -> None:
         """Leave nothing behind: the last one out takes the entry away. Not long where etcd does not answer; then, and
         where one that did not leave gives no answer, the entry goes with its lease."""
         self._is_closed.set()
         self._keeper.join(2 * ATTEMPT_SECONDS)
-        own, etcd = self._own, Etcd(self._connections, CLOSE_SECONDS, CLOSE_SECONDS / 2)
+        etcd = Etcd(self._connections, CLOSE_SECONDS, CLOSE_SECONDS / 2)
         with contextlib.suppress(StoreUnreachable, StoreRefused, LeftOut):
+            own = self._entry()
             own.end(etcd)
             leave_job(etcd, own.job, self._uid)
         self._connections.close()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -258,7 +259,7 @@ def test_who_was_frozen_takes_nobodys_place_again(make: Make, listener: Address)
     frozen.show([listener], "")
     with suppress(Exception):  # its lease is gone
         frozen._keep_once()
-    frozen._own = frozen._open(frozen._etcd)
+    frozen._open(frozen._etcd)
     frozen._keep_once()
     assert not frozen.is_beginner()
     assert found(frozen) == [("h", 1)]
@@ -275,6 +276,51 @@ def test_the_wait_for_a_silent_etcd_can_be_stopped_and_ends_with_the_grace() -> 
         EtcdFinder(nowhere, "run", check=lambda: None, **named)  # type: ignore[arg-type]
     with pytest.raises(Stopped):
         EtcdFinder(replace(nowhere, grace=60.0), "run", check=stopped, **named)  # type: ignore[arg-type]
+
+
+def refuse(*_arguments: object) -> None:
+    raise StoreRefused("invalid user ID or password", "correct it")
+
+
+@pytest.mark.parametrize("error", [StoreUnreachable, StoreRefused])
+def test_who_knows_members_asks_them_while_etcd_is_away(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the grace, which begins with the first look that has led to nobody; it begins no job and claims nothing."""
+    nowhere, clock = EtcdSettings(("127.0.0.1:1",), grace=20.0), [1000.0]
+    if error is StoreRefused:
+        monkeypatch.setattr(Etcd, "_attempt", refuse)
+    said: list[str] = []
+    finder = EtcdFinder(
+        nowhere, "run", uid="u", address=("h", 1), lease=5.0, check=lambda: None, log=said.append, warn=said.append,
+        earlier=lambda: [("h9", 9)],
+    )  # fmt: skip
+    assert "so this node asks the members that it knows" in said[0]
+    with pytest.raises(ArbiterSilent):
+        finder.arbiter().claim("job", 0, "a")
+    assert not finder.is_beginner()
+    monkeypatch.setattr(etcd_finder, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    for later in (1.0, 8.0, 3600.0, 8.0, 8.0):  # the second look has led to a host, whose queue this one stood in
+        clock[0] += later
+        assert list(finder.addresses()) == [("h9", 9)]
+    clock[0] += 8.0
+    with pytest.raises(error):
+        finder.addresses()
+    finder.close()
+
+
+def test_who_knows_members_opens_the_entry_when_etcd_is_back(make: Make, listener: Address) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Etcd, "_attempt", refuse)
+        late = make(("h", 1), earlier=lambda: [("h9", 9)])
+        arbiter = late.arbiter()
+        assert found(late) == [("h9", 9)]
+    running = make(listener)
+    running.show([listener], "token")
+    wait_until(lambda: found(late) == [listener, ("h9", 9)], "the sign", PATIENCE)
+    assert not late.is_beginner()
+    assert running.arbiter().claim("job", 0, "a") == "a"
+    assert arbiter.claim("job", 0, "b") == "a"
 
 
 def silent(patch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -307,7 +353,7 @@ def test_who_trains_is_not_ended_by_a_password_that_is_changed(
 ) -> None:
     finder = make(listener)
     with monkeypatch.context() as patch:
-        silent(patch, StoreRefused("invalid user ID or password", "correct it"))
+        patch.setattr(Etcd, "_attempt", refuse)
         with pytest.raises(StoreRefused):
             found(finder)
         finder.keep(has_world=True)

@@ -177,8 +177,8 @@ def test_an_outage_of_etcd(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_who_trains_needs_no_etcd_though_a_node_dies_meanwhile(cluster: Cluster) -> None:
-    """For much longer than the grace, after which a newcomer gives up."""
+def test_who_trains_needs_no_etcd_though_a_node_dies_meanwhile(cluster: Cluster, tmp_path: Path) -> None:
+    """For much longer than the grace. A newcomer joins by the run directory; one that has another gives up."""
     etcd = etcd_of(cluster)
     flags = (*ENDLESS, "--max-steps", "1000000")
     nodes = cluster.start(*flags, nodes=3, nnodes="1:3", conf="last_call=60,grace=4")
@@ -189,9 +189,13 @@ def test_who_trains_needs_no_etcd_though_a_node_dies_meanwhile(cluster: Cluster)
     wait_until(lambda: events(cluster.run_dir, "warning"), "warning", PATIENCE)
     nodes.pop(0).kill()
     wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 2, "world of 2", PATIENCE)
-    newcomer = cluster.start(*flags, nnodes="1:3", conf="grace=4")[0]
-    assert newcomer.wait(PATIENCE) != 0
-    assert "does not answer" in newcomer.text()
+    stranger = cluster.start(*flags, run_dir=tmp_path / "another", nnodes="1:3", conf="grace=4")[0]
+    assert stranger.wait(PATIENCE) != 0
+    assert "does not answer" in stranger.text()
+    nodes += cluster.start(*flags, nnodes="1:3", conf="grace=4")
+    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 3, "join by the run directory", PATIENCE)
+    nodes.pop(0).kill()
+    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 2, "world of 2", PATIENCE)
     wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20, PATIENCE)
     for member in etcd.members:
         member.start()

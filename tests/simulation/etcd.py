@@ -153,8 +153,14 @@ class EtcdClient:
 class SimKeys:
     """As etcd_arbiter.Keys."""
 
-    def __init__(self, client: EtcdClient, entry: int) -> None:
-        self._client, self._entry = client, entry
+    def __init__(self, client: EtcdClient, entry: Callable[[], int]) -> None:
+        self._client, self._find_entry = client, entry
+
+    @property
+    def _entry(self) -> int:
+        if not self._find_entry():
+            raise OSError("no entry has been opened yet")
+        return self._find_entry()
 
     def _call(self, execute: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -186,7 +192,12 @@ class SimEtcdFinder:
     def __init__(self, process: Process, server: EtcdServer, seconds: float, known: tuple[Address, ...]) -> None:
         self._process, self._seconds, self._known = process, seconds, known
         self.client = EtcdClient(process, server)
-        self._open()
+        self.entry = self._lease = self._first_entry = 0
+        """none, where it cannot reach etcd and knows members"""
+        self._next_keep = 0.0
+        network = process.network
+        if not known or (network.is_open(process.host, STORE_HOST) and network.is_open(STORE_HOST, process.host)):
+            self._open()
         self._seen: tuple[float, tuple[Address, ...]] = (-1e9, ())
         self._stood: tuple[list[str], float] = ([], 0.0)
         self._sign: tuple[str, Sequence[Address], str, bool] | None = None
@@ -197,12 +208,13 @@ class SimEtcdFinder:
 
     def _open(self) -> None:
         client, server = self.client, self.client.server
-        self.entry: int = client.call(server.open, 2 * self._seconds)
-        self._lease: int = client.call(server.grant, self._seconds)
+        self.entry = client.call(server.open, 2 * self._seconds)
+        self._lease = client.call(server.grant, self._seconds)
+        self._first_entry = self._first_entry or self.entry
         self._next_keep = self._process.clock() + self._seconds / 4
 
     def arbiter(self) -> Arbiter:
-        return Claims(SimKeys(self.client, self.entry), self._process.machines.draw_uid)
+        return Claims(SimKeys(self.client, lambda: self._first_entry), self._process.machines.draw_uid)
 
     def _keys(self) -> list[str]:
         return [f"{self.entry}/sign", f"{self.entry}/begin"]
