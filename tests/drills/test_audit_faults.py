@@ -477,7 +477,9 @@ def test_a_wall_that_forgets_a_part_of_the_run(run_dir: Path) -> None:
 
 def test_a_wall_beyond_the_whole_run(run_dir: Path) -> None:
     edit_json(run_dir / "result.json", lambda result: {**result, **with_wall(result, 130.0)})
-    assert "the wall is 130.0 s, but the startup and all events together span 2.5 s" in only_failure(run_dir, "phases")
+    assert "the wall is 130.0 s, but the startup and all events together span 4.1 s" in only_failure(run_dir, "phases")
+    mark_as_drill(run_dir)
+    assert "the wall is 130.0 s, but the startup and all events together span 2.5 s" in "".join(audit(run_dir).reasons)
 
 
 def test_lost_time_sums_to_the_wall_and_names_the_cause(run_dir: Path) -> None:

@@ -36,6 +36,8 @@ class PastWorld:
     """`start`, `peer_lost`, `join`, `leave` or `states_differ`; `start` for every world of new processes"""
     time: float
     """when the last member said that it stands"""
+    times: Mapping[str, float]
+    """the same of each, by its machine's clock"""
     steps: tuple[int, ...]
     """the different numbers of committed steps with which it began; as with its memberships"""
     lost: frozenset[str]
@@ -260,7 +262,7 @@ class History:
             world.generation
             for world in self.worlds
             for member in world.members
-            for line in [line for line in starts.get(member, ()) if line["time"] <= world.time][-1:]
+            for line in [it for it in starts.get(member, ()) if it["time"] <= world.times.get(member, math.inf)][-1:]
             if (line.get("config") or {}).get("ledger") is False
         )
 
@@ -305,6 +307,7 @@ def _world(generation: int, lines: list[Line], restores: Mapping[str, tuple[str,
         memberships=tuple(dict.fromkeys(tuple(map(str, line["members"])) for line in lines)),
         cause=str(first["cause"]),
         time=max(float(line["time"]) for line in lines),
+        times={line["writer"]: float(line["time"]) for line in lines},
         steps=tuple(sorted({int(line["step"]) for line in lines})),
         lost=frozenset(member for line in lines for member in line.get("lost_members", ())),
         left=frozenset(member for line in lines for member in line.get("left_members", ())),

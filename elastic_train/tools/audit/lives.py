@@ -6,7 +6,6 @@ another node, or of a branch that was given up.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -70,6 +69,11 @@ class Life:
         return lines + [step.time for step in (*self.steps[:1], *self.steps[-1:])]
 
 
+def host_of(member: str) -> str:
+    """Whose clock its times are by."""
+    return member.rsplit("/", 2)[0]
+
+
 def lives_of(member: str, lines: Iterable[Line]) -> list[Life]:
     """The processes that wrote the events of one file."""
     found: list[Life] = []
@@ -85,9 +89,7 @@ def lives_of(member: str, lines: Iterable[Line]) -> list[Life]:
 
 def of_one_run(lives: Sequence[Life], ledger: Sequence[Line]) -> tuple[list[Life], list[Line]]:
     """The events of each process, and the ledger, without lines that are not the run's."""
-    anew = (float(line["time"]) for life in lives for line in life.lines if line.get("is_anew"))
-    began = max(anew, default=-math.inf)
-    own = {life.member for life in lives if life.ended >= began}
+    own = _of_fresh_run(lives)
     replaced = {life.member for life in lives} - own
     kept = [life for life in lives if life.member in own]
     kept_ledger = [line for line in ledger if str(line["writer"]) not in replaced] if replaced else list(ledger)
@@ -97,6 +99,29 @@ def of_one_run(lives: Sequence[Life], ledger: Sequence[Line]) -> tuple[list[Life
             life.steps = [step for step in life.steps if (step.writer, step.generation) not in discarded]
         kept_ledger = [line for line in kept_ledger if not _is_discarded(line, discarded)]
     return [life for life in kept if life.lines or life.steps], kept_ledger
+
+
+def _of_fresh_run(lives: Sequence[Life]) -> set[str]:
+    """The members since --fresh; all where nobody said it. They share worlds with the one that did, or have begun later
+    than such a one on its host. Only of a host that had none of them clocks of two machines are compared."""
+    anew = [life for life in lives if any(line.get("is_anew") for line in life.lines)]
+    if not anew:
+        return {life.member for life in lives}
+    newest = max(anew, key=lambda life: life.began)
+    own = {newest.member}
+    worlds = {tuple(line["members"]) for life in lives for line in life.lines if line["event"] == "world"}
+    while True:
+        known = len(own)
+        for world in worlds:
+            own |= set(world) if not own.isdisjoint(world) else set()
+        first: dict[str, float] = {}
+        for life in lives:
+            if life.member in own:
+                host = host_of(life.member)
+                first[host] = min(first.get(host, life.began), life.began)
+        own |= {life.member for life in lives if life.began >= first.get(host_of(life.member), newest.began)}
+        if len(own) == known:
+            return own
 
 
 _Place = tuple[str, int]

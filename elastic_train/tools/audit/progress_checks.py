@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_train.runlog.reader import Line
-from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
+from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip, clock_of
 from elastic_train.tools.audit.history import History, PastWorld
 from elastic_train.wording import count
 
@@ -229,8 +229,8 @@ def check_generations(history: History) -> Found:
             findings.append(f"generation {world.generation} has a member twice")
     for before, after in itertools.pairwise(history.worlds):
         name = f"generation {after.generation}"
-        if after.time < before.time - WALL_TOLERANCE:
-            findings.append(f"{name} stood {before.time - after.time:.1f} s before generation {before.generation}")
+        if (early := _seconds_before(history, after, before)) > WALL_TOLERANCE:
+            findings.append(f"{name} stood {early:.1f} s before generation {before.generation}")
         if after.cause != "start":
             strangers = set(after.members) - set(before.members) - after.joined
             if strangers and after.generation == before.generation + 1:
@@ -248,20 +248,37 @@ def check_generations(history: History) -> Found:
     return f"generations {history.worlds[0].generation} to {history.worlds[-1].generation}", findings
 
 
+def _seconds_before(history: History, after: PastWorld, before: PastWorld) -> float:
+    """How much earlier it stood than that of the smaller number, by a clock of both; -inf where there is none."""
+    stood: list[dict[str, float]] = []
+    for world in (before, after):
+        latest: dict[str, float] = {}
+        for member, time in world.times.items():
+            clock = clock_of(history, member)
+            latest[clock] = max(latest.get(clock, time), time)
+        stood.append(latest)
+    earlier, later = stood
+    return max((earlier[clock] - later[clock] for clock in earlier.keys() & later.keys()), default=-math.inf)
+
+
 def _at_the_same_time(history: History) -> list[str]:
-    """Generations that trained on when a later one had begun. One step of each may be late: a worker that was frozen
-    within it, or cut off, writes it down before it learns that it was left out."""
+    """Generations that trained on when a later one had begun, by one clock. One step of each may be late: a worker that
+    was frozen within it, or cut off, writes it down before it learns that it was left out."""
     tolerance = WALL_TOLERANCE if history.drill is None else DRILL_TOLERANCE
-    later_began = math.inf
+    later_began: dict[str, float] = {}
     found = []
     for generation, steps in sorted(history.steps_of.items(), reverse=True):
-        late = [step for step in steps if step.time > later_began + tolerance]
+        late = [
+            step for step in steps if step.time > later_began.get(clock_of(history, step.writer), math.inf) + tolerance
+        ]
         if len(late) > 1:
             found.append(
                 f"generation {generation} committed {len(late)} steps more, up to {late[-1].step}, when a later one "
                 f"trained"
             )
-        later_began = min(later_began, steps[0].time)
+        for step in steps:
+            clock = clock_of(history, step.writer)
+            later_began[clock] = min(later_began.get(clock, step.time), step.time)
     return found[::-1]
 
 
