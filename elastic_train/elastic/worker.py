@@ -223,13 +223,13 @@ def key_of(config: Config) -> bytes | None:
 
 
 def make_directory(config: Config, run_id: str) -> RunDirectory:
-    """Raises: RunDirectoryError where it, or --snapshot-dir, cannot be written to."""
+    """Raises: RunDirectoryError where it, or the snapshot directory, cannot be written to."""
     path = Path(config.run_dir or default_run_dir(run_id))
     folder = None if bucket_of(config) is not None else Path(config.snapshot_dir or path / SNAPSHOTS)
     directory = RunDirectory(path, folder)
     directory.create()
     if folder is not None:
-        require_writable(directory.snapshots_dir, "--snapshot-dir")
+        require_writable(directory.snapshots_dir, "snapshot directory")
     return directory
 
 

@@ -76,13 +76,15 @@ class OwnershipWithSnapshots(Ownership):
         warning = super().claim(job_token, generation, host, is_leader=is_leader, timeout=timeout)
         left = max(timedelta(seconds=1), timeout - timedelta(seconds=time.monotonic() - began))
         if not self._folder.is_dir():  # of a new run, or moved aside by --fresh
-            require_writable(self._folder, "--snapshot-dir")
+            require_writable(self._folder, "snapshot directory")
         try:
             # No leader: once it is claimed a look is enough, for its generation says nothing (`check_owner`).
             told = self._snapshots.claim(job_token, generation, host, is_leader=False, timeout=left)
         except RunDirectoryGone:
             self._claim_folder_anew(job_token, generation)
             return warning
+        if self._folder.is_relative_to(self._path):
+            return warning  # which says the same of all that lies in it
         return "\n".join(filter(None, (warning, told))) or None  # two, for the second comes only once
 
     def claim_anew(self, job_token: str, generation: int, host: str) -> None:
@@ -107,7 +109,7 @@ class OwnershipWithSnapshots(Ownership):
 
     def _claim_folder_anew(self, job_token: str, generation: int) -> None:
         """It was removed or moved: who writes the next snapshot would make it as well."""
-        require_writable(self._folder, "--snapshot-dir")
+        require_writable(self._folder, "snapshot directory")
         self._snapshots.claim_anew(job_token, generation, self._host)
 
 

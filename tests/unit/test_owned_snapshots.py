@@ -13,7 +13,8 @@ import pytest
 
 from elastic_train.config import Config
 from elastic_train.elastic.worker import make_directory
-from elastic_train.errors import NewerGeneration, OwnershipLost, RunDirectoryInUse
+from elastic_train.errors import NewerGeneration, OwnershipLost, RunDirectoryError, RunDirectoryInUse
+from elastic_train.storage import ownership
 from elastic_train.storage.ownership import close_lock, open_for_lock
 from elastic_train.storage.run_directory import RunDirectory
 from elastic_train.system import try_flock
@@ -189,6 +190,37 @@ def test_a_folder_that_runs_have_a_link_to_is_one_jobs(tmp_path: Path, folder: P
             claim(other, "job-2")
     one.ownership.check_owner("job-1", 1)
     one.ownership.release()
+
+
+@pytest.mark.parametrize("when", ["at the start", "at a claim"])
+def test_a_flag_that_was_not_given_is_not_blamed(tmp_path: Path, when: str) -> None:
+    config, snapshots = Config(run_dir=tmp_path / "run"), tmp_path / "run" / "snapshots"
+    directory = make_directory(config, "id") if when == "at a claim" else None
+    if directory is None:
+        (tmp_path / "run").mkdir()
+    else:
+        snapshots.rmdir()
+    snapshots.touch()
+    with pytest.raises(RunDirectoryError) as told:
+        make_directory(config, "id") if directory is None else directory.ownership.claim("job-1", 0, "alpha")
+    assert str(told.value) == (
+        f"snapshot directory {snapshots} cannot be written to: Not a directory; choose another one"
+    )
+    if directory is not None:
+        directory.ownership.release()
+
+
+@pytest.mark.parametrize(("place", "lines"), [("run/snapshots", 1), ("elsewhere", 2)])
+def test_what_holds_for_the_run_directory_is_not_told_again_of_its_folder(
+    tmp_path: Path, place: str, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ownership, "local_flock", lambda _path: "localflock")
+    directory = make_directory(Config(run_dir=tmp_path / "run", snapshot_dir=str(tmp_path / place)), "id")
+    warning = directory.ownership.claim("job-1", 0, "alpha")
+    assert warning is not None
+    assert len(warning.splitlines()) == lines
+    assert ("--snapshot-dir" in warning) is (lines == 2)
+    directory.ownership.release()
 
 
 def test_where_a_link_leads_later_is_another_jobs(tmp_path: Path) -> None:

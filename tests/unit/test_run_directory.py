@@ -795,8 +795,8 @@ def test_a_damaged_name_is_told(tmp_path: Path, data: bytes) -> None:
 
 
 def test_a_folder_that_cannot_be_written_to_is_told_at_the_start(tmp_path: Path) -> None:
-    require_writable(tmp_path / "made" / "here", "--snapshot-dir")
+    require_writable(tmp_path / "made" / "here", "folder")
     assert list((tmp_path / "made" / "here").iterdir()) == []
     (tmp_path / "file").touch()
-    with pytest.raises(RunDirectoryError, match=r"--snapshot-dir .*file/below cannot be written to: Not a directory"):
-        require_writable(tmp_path / "file" / "below", "--snapshot-dir")
+    with pytest.raises(RunDirectoryError, match=r"folder .*file/below cannot be written to: Not a directory"):
+        require_writable(tmp_path / "file" / "below", "folder")
