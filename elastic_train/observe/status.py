@@ -136,7 +136,7 @@ def read_status(run_dir: Path, now: float, is_alive: IsAlive | None = None) -> S
         raise missing(run_dir) from error
     except OSError as error:
         raise RunDirectoryError(f"{run_dir} cannot be read: {error.strerror}") from error
-    if not workers and not names & {"owner.json", "drill", "snapshots", "result.json", ".claim.lock"}:
+    if not workers and not names & {"drill", "snapshots", "result.json"}:  # a folder of snapshots has a claim, too
         raise RunDirectoryError(f"{run_dir} holds no run: there is no events/ in it")
     return _status(run_dir, workers, now, is_alive)
 

@@ -22,6 +22,7 @@ from elastic_train.observe.status_table import describe, to_json
 from elastic_train.runlog import reader
 from elastic_train.runlog.goodput import process_identity, process_start_ticks
 from elastic_train.runlog.reader import read_events
+from elastic_train.storage.run_directory import RunDirectory
 from elastic_train.storage.snapshot import FORMAT_VERSION
 from elastic_train.wording import duration, human_bytes
 from elastic_train.world import host_name
@@ -565,8 +566,17 @@ def test_no_run(tmp_path: Path) -> None:
         status.read_status(tmp_path / "file", NOW)
 
 
+def test_the_snapshots_of_a_run_are_no_run(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, tmp_path / "snapshots")
+    directory.ownership.claim("job-1", 0, "alpha")
+    directory.ownership.release()
+    with pytest.raises(RunDirectoryError, match="snapshots holds no run: there is no events/ in it"):
+        status.read_status(tmp_path / "snapshots", NOW)
+    assert status.read_status(tmp_path, NOW)
+
+
 def test_a_run_directory_in_which_nothing_was_written_yet(tmp_path: Path) -> None:
-    (tmp_path / ".claim.lock").touch()
+    (tmp_path / "snapshots").mkdir()
     found = status.read_status(tmp_path, NOW)
     assert (found.state, found.step, found.last_line_time) == (RunState.STARTING, None, None)
     assert describe(found, NOW)
@@ -638,6 +648,7 @@ def test_before_the_first_world_there_are_no_members(files: Files) -> None:
 def test_a_run_whose_owner_died_before_any_event(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"], stdin=subprocess.DEVNULL)
     child.wait()
+    (tmp_path / "snapshots").mkdir()
     (tmp_path / "owner.json").write_text(json.dumps({"host": status_files.host_name(), "pid": child.pid, "time": NOW}))
     found = status.read_status(tmp_path, NOW)
     assert found.state is RunState.DEAD
