@@ -55,18 +55,19 @@ class StuckThread:
         if seconds <= limit:
             if not self._was_early and self._waited(world) > EARLY_SECONDS:
                 self._was_early = True
-                self._tell(self._describe(seconds, limit))
+                self._tell(self._describe(world, seconds, limit))
             return None
         if self._line is None or seconds < self._said_at:
-            self._line = self._describe(seconds, limit)
+            self._line = self._describe(world, seconds, limit)
             self._tell(self._line)
         elif seconds < self._said_at + AGAIN_SECONDS:
             return None
         self._said_at = seconds
         return self._line  # the same again, so that who has it is not told twice
 
-    def _describe(self, seconds: float, limit: float) -> str:
-        return (
+    def _describe(self, world: World, seconds: float, limit: float) -> str:
+        waited = self._waited(world)
+        return (f"others have waited for it for {waited:.0f} s; " if waited > EARLY_SECONDS else "") + (
             f"this worker has been at one thing for {seconds:.0f} s, and {limit:.0f} s are allowed (--stall-timeout): "
             f"{self._where()}"
         )

@@ -79,6 +79,20 @@ def test_it_says_once_where_it_stands_still(world: World) -> None:
     assert len(settled(said)) == 2, "another thing, and as long"
 
 
+def test_it_says_that_others_wait_where_it_takes_longer_than_it_may() -> None:
+    clock, said = Clock(), list[str]()
+    own = OwnHeartbeat(Pace(10.0, stall_timeout=20.0), clock)
+    own.pace.note_step(0.1)
+    stuck = StuckThread(own, said.append, lambda _world: 61.4, where=lambda: "it is at judge.py:3 (look)")
+    own.turn_to(Activity.COMPUTE)
+    clock.now += 90.0
+    assert stuck.look(OF_TWO) == (
+        "others have waited for it for 61 s; this worker has been at one thing for 90 s, and 20 s are allowed "
+        "(--stall-timeout): it is at judge.py:3 (look)"
+    )
+    assert len(settled(said)) == 1
+
+
 @pytest.mark.parametrize(("waited", "is_told"), [(59.0, False), (61.0, True)])
 def test_it_says_early_that_others_wait(waited: float, is_told: bool) -> None:
     clock, said = Clock(), list[str]()
@@ -89,8 +103,8 @@ def test_it_says_early_that_others_wait(waited: float, is_told: bool) -> None:
         clock.now += seconds
         assert stuck.look(OF_TWO) is None, "who comes to the queue is told nothing yet"
     expected = (
-        "this worker has been at one thing for 61 s, and 1800 s are allowed (--stall-timeout): it is at judge.py:3 "
-        "(look)"
+        "others have waited for it for 61 s; this worker has been at one thing for 61 s, and 1800 s are allowed "
+        "(--stall-timeout): it is at judge.py:3 (look)"
     )
     assert settled(said) == ([expected] if is_told else []), "once"
 
