@@ -353,9 +353,12 @@ def _rate(step_lines: list[Line], length: int | None, batch: int | None) -> floa
     newest = step_lines[-1]
     writer = [newest.get("host"), newest.get("pid")]  # in a list NaN equals itself
     own = [line for line in step_lines if [line.get("host"), line.get("pid")] == writer]
-    clock = "monotonic" if all(float_of(line, "monotonic") is not None for line in own) else "time"
-    oldest = next(line for line in own if float(newest[clock]) - float(line[clock]) <= RATE_SECONDS)
-    seconds = float(newest[clock]) - float(oldest[clock])
+    own = [line for line in own if float_of(line, "monotonic") is not None]
+    if not own:
+        return None
+    newest, now = own[-1], float(own[-1]["monotonic"])
+    oldest = next(line for line in own if now - float(line["monotonic"]) <= RATE_SECONDS)
+    seconds = now - float(oldest["monotonic"])
     if seconds <= 0:
         return None
     ends = (oldest, newest)

@@ -31,7 +31,8 @@ def write_small_run(run_dir: Path) -> None:
     def write(member: str, event: str, time: float, generation: int | None, step: int, **fields: Any) -> None:
         members = MEMBERS if generation in (None, 0) else MEMBERS[:2]
         host, _, pid = member.split("/")
-        line = {"time": START + time, "event": event, "rank": members.index(member), "world_size": len(members)}
+        line = {"time": START + time, "monotonic": 1000.0 * (1 + MEMBERS.index(member)) + time, "event": event}
+        line |= {"rank": members.index(member), "world_size": len(members)}
         line |= {"generation": generation, "step": step, "pid": int(pid), "host": host}
         events[member].append({**line, **fields})
 

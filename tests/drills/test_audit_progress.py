@@ -162,7 +162,7 @@ def test_a_long_run_takes_some_hundred_bytes_for_a_step(tmp_path: Path) -> None:
             for step in range(1, steps + 1)
         ),
     ]
-    told = [{**line, "time": START + 0.01 * n, "monotonic": 1.0 + 0.01 * n} for n, line in enumerate(lines)]
+    told = [{**line, "time": START + 0.01 * n} for n, line in enumerate(lines)]
     write_lines(tmp_path / "events" / "a-0-11.jsonl", told)
     del lines, told
     tracemalloc.start()

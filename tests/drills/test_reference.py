@@ -15,9 +15,8 @@ import json, sys, time
 from pathlib import Path
 run_dir = Path(sys.argv[sys.argv.index("--run-dir") + 1])
 (run_dir / "events").mkdir(parents=True)
-line = {"event": "step", "generation": 0, "step": 7, "loss": 0.5, "epoch": 0, "world_size": 1}
-times = {"time": time.time(), "monotonic": time.monotonic()}
-(run_dir / "events" / "host-0-1.jsonl").write_text(json.dumps(line | times) + "\\n")
+line = {"time": time.time(), "event": "step", "generation": 0, "step": 7, "loss": 0.5, "epoch": 0, "world_size": 1}
+(run_dir / "events" / "host-0-1.jsonl").write_text(json.dumps(line) + "\\n")
 time.sleep(float(sys.argv[1]))
 (run_dir / "result.json").write_text(json.dumps({"step": 7}))
 """

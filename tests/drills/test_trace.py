@@ -166,7 +166,7 @@ def test_a_job_that_all_have_left(tmp_path: Path) -> None:
     ("words", "says"),
     [
         (["--speed", "2"], "--speed 2: is of a trace: it goes with --trace FILE"),
-        (["--trace", "FILE", "--speed", "0"], "--speed 0: must be a positive number"),
+        (["--trace", "FILE", "--speed", "0"], "--speed 0.0: must be a positive number"),
         (["--trace", "FILE", "--nodes", "3"], "--trace says which nodes are there when: it goes without --nodes"),
         (["--trace", "FILE", "--faults", "kill"], "it goes without --faults"),
     ],

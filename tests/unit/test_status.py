@@ -60,7 +60,8 @@ class Worker:
 
     def write(self, event: str, time: float, **fields: Any) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps({"time": time + self.ahead, "event": event, **self.line, **fields}) + "\n")
+            moment = {"time": time + self.ahead, "monotonic": time - NOW + 1e4}
+            file.write(json.dumps({**moment, "event": event, **self.line, **fields}) + "\n")
         os.utime(self.path, (time, time))
 
     def enter(
@@ -227,7 +228,6 @@ def test_the_rate_of_one_whose_clock_is_set(files: Files, ahead: float) -> None:
     worker = files.worker(0, started=NOW - 60)
     worker.enter(0, NOW - 50)
     for step in range(1, 11):
-        worker.line |= {"monotonic": 100.0 + step}
         worker.ahead = ahead if step > 5 else 0.0
         worker.train(step, step, NOW - 20 + step)
     assert read(files).samples_per_second == pytest.approx(BATCH)

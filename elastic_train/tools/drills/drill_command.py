@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import secrets
 import time
@@ -120,10 +119,8 @@ def trace_of(arguments: argparse.Namespace) -> AvailabilityTrace | None:
     for name in ("scenario", "faults", "every", "nodes"):
         if getattr(arguments, name) is not None:
             raise UsageError(f"--trace says which nodes are there when: it goes without --{name}")
-    speed = 1.0 if arguments.speed is None else arguments.speed
-    if not 0 < speed < math.inf:
-        raise UsageError(f"--speed {speed:g}: must be a positive number: 60 makes a second of a minute")
-    return read_trace(arguments.trace, speed)
+    check_number("--speed", arguments.speed)
+    return read_trace(arguments.trace, 1.0 if arguments.speed is None else arguments.speed)
 
 
 def _require_first_node(path: Path, trace: AvailabilityTrace) -> None:
