@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -151,8 +152,9 @@ def outcomes(run_dir: Path) -> list[str]:
 
 
 def snapshot_names(run_dir: Path) -> list[str]:
-    """Those in `snapshots/`, oldest first, temporary directories included."""
-    return sorted(path.name for path in (run_dir / "snapshots").iterdir() if "step-" in path.name)
+    """What is in `snapshots/` beside its claim: they, oldest first, and whatever should not be there."""
+    claim = re.compile(r"owner\.json|\.claim\.lock|\.owner-[^.]+\.lock")
+    return sorted(path.name for path in (run_dir / "snapshots").iterdir() if not claim.fullmatch(path.name))
 
 
 def newest_snapshot(run_dir: Path) -> tuple[SnapshotInfo, dict[str, Any]]:
