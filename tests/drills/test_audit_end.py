@@ -39,6 +39,7 @@ from tests.drills.small_run import (
     START,
     Line,
     change,
+    delay,
     edit_json,
     edit_lines,
     mark_as_drill,
@@ -404,12 +405,14 @@ def test_a_directory_that_is_not_there_is_named(run_dir: Path, tmp_path: Path) -
         pytest.fail("half a run")
 
 
-def test_what_fresh_has_replaced_is_another_run(run_dir: Path) -> None:
-    """One node was told --fresh. The directory of another has the run before as well, whose rank 0 was elsewhere or is
-    moved aside."""
+@pytest.mark.parametrize("ahead", [0.0, 300.0])
+def test_what_fresh_has_replaced_is_another_run(run_dir: Path, ahead: float) -> None:
+    """One node was told --fresh. The directory of another, whose clock may be ahead, has the run before as well, whose
+    rank 0 was elsewhere or is moved aside."""
     events = events_of(run_dir)
+    delay(events_of(run_dir, MEMBERS[1]), ahead, lambda _line: True)
     change(events, lambda line: line["event"] == "start", is_anew=True)
-    old: Line = {"time": START - 50.0, "event": "start", "rank": 0, "generation": None, "step": 0, "pid": 5}
+    old: Line = {"time": START - 50.0 + ahead, "event": "start", "rank": 0, "generation": None, "step": 0, "pid": 5}
     old |= {"host": "b"}
     members = ["b/0/5", "a/0/4"]
     world = {**old, "event": "world", "generation": 0, "cause": "start", "members": members, "seconds": {}}

@@ -6,6 +6,7 @@ another node, or of a branch that was given up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -108,20 +109,24 @@ def _of_fresh_run(lives: Sequence[Life]) -> set[str]:
     if not anew:
         return {life.member for life in lives}
     newest = max(anew, key=lambda life: life.began)
-    own = {newest.member}
+    own = _related({newest.member}, lives)
+    hosts = set(map(host_of, own))
+    return own | {life.member for life in lives if host_of(life.member) not in hosts and life.ended >= newest.began}
+
+
+def _related(own: set[str], lives: Sequence[Life]) -> set[str]:
     worlds = {tuple(line["members"]) for life in lives for line in life.lines if line["event"] == "world"}
     while True:
-        known = len(own)
-        for world in worlds:
-            own |= set(world) if not own.isdisjoint(world) else set()
         first: dict[str, float] = {}
         for life in lives:
             if life.member in own:
                 host = host_of(life.member)
                 first[host] = min(first.get(host, life.began), life.began)
-        own |= {life.member for life in lives if life.began >= first.get(host_of(life.member), newest.began)}
-        if len(own) == known:
+        later = {life.member for life in lives if life.began >= first.get(host_of(life.member), math.inf)}
+        found = own.union(later, *(world for world in worlds if not own.isdisjoint(world)))
+        if found == own:
             return own
+        own = found
 
 
 _Place = tuple[str, int]
