@@ -16,8 +16,9 @@ class Keys:
     """As arbiter.Folder: keys below a prefix.
 
     They are those of one job's entry, behind its guard (etcd_job.py). Where that has run out, because all its members
-    were away from etcd for long, no claim can be made any more, and the members go by their votes alone: others may
-    not have a second one made where the first has gone.
+    were away from etcd for long, no claim can be made in it any more, by anybody. But one may have been made before,
+    and who made it may have gone on by it, and be silent now. So in a world that saw the entry this counts as a place
+    that does not answer, whose silent members are waited for; later worlds go by their votes alone.
     """
 
     def __init__(self, entry: Callable[[], NodeLease | None]) -> None:

@@ -47,6 +47,10 @@ REACH_SECONDS = 2.0
 """between two looks, that and this for each that the first has named: after more, the first has led to a host"""
 REPORT_SECONDS = 10.0
 """between two lines to the person who waits with us"""
+ENTRY_LOST = (
+    "etcd has lost the job's entry: it came back empty, or heard of no worker for too long. Training goes on; but a "
+    "node that falls silent in this world is waited for, until the next world forms"
+)
 CLOSE_SECONDS = 3.0
 """for tidying up at the end; what is left then runs out with the leases"""
 MOST_NAMED = 16
@@ -141,13 +145,12 @@ class EtcdFinder:
         self._connections = Connections(settings)
         self._etcd = Etcd(self._connections, deadline=ATTEMPT_SECONDS, attempt_seconds=ATTEMPT_SECONDS / 2)
         self._silence = EtcdSilence(settings.grace, log, warn)
+        self._has_world = False
         patient = Etcd(self._connections, deadline=settings.grace, before_retry=self._before_retry)
         self._own: NodeLease | None = None
-        """None before the job's entry could be opened"""
         self._first: NodeLease | None = None
-        """in whose entry this process claims, as long as it lives"""
-        self._no_entry: ElasticTrainError | None = None
-        """why there is none"""
+        """in whose entry this process claims, as long as it lives; both are None before one could be opened"""
+        self._no_entry: ElasticTrainError | None = None  # why
         is_known = bool(earlier())
         try:
             self._open(self._etcd if is_known else patient)
@@ -168,7 +171,6 @@ class EtcdFinder:
         """what was shown, by the last turn of the thread that keeps it"""
         self._other_jobs: tuple[Address, ...] = ()
         """found since they were last asked for"""
-        self._has_world = False
         self._is_closed = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="signs", daemon=True)
         self._keeper.start()
@@ -192,6 +194,8 @@ class EtcdFinder:
         except (StoreUnreachable, StoreRefused) as error:
             self._no_entry = error
             raise
+        if self._has_world and self._own is not None and self._own.job.prefix != own.job.prefix:
+            self._warn(ENTRY_LOST)
         self._own, self._first = own, self._first or own
 
     def _before_retry(self, why: str) -> None:

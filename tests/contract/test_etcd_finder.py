@@ -176,9 +176,10 @@ def test_who_is_headless_writes_a_sign_anew_that_stands_still_and_no_other(make:
     assert not newcomer.is_beginner()
 
 
-def test_an_entry_that_has_run_out_is_opened_anew(make: Make, listener: Address) -> None:
-    """All who were in it were away for long; claims there are none any more."""
+def test_an_entry_that_has_run_out_is_opened_anew(make: Make, listener: Address, said: list[str]) -> None:
+    """All who were in it were away for long; claims there are none any more, which who trains is told."""
     finder = make(listener)
+    finder.keep(has_world=True)
     arbiter, before = finder.arbiter(), finder._own.job
     assert arbiter.claim("job", 0, "a") == "a"
     finder._own.store.etcd.revoke(before.lease)
@@ -189,6 +190,7 @@ def test_an_entry_that_has_run_out_is_opened_anew(make: Make, listener: Address)
     with pytest.raises(ArbiterSilent):
         arbiter.claim("job", 0, "b")
     assert not arbiter.sees("world")
+    assert said == [etcd_finder.ENTRY_LOST]
 
 
 def test_an_entry_with_a_shorter_lease_than_the_workers_does_not_run_out(
