@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -68,6 +69,7 @@ class EtcdSilence:
         self._grace, self._log, self._warn = grace, log, warn
         self._since: float | None = None
         self._reported_at = time.monotonic()
+        self._looked_at = -math.inf
         self._looks_since: float | None = None
         """when the first of the looks ended that etcd has not answered, and that have led to nobody"""
         self._has_warned = False
@@ -92,17 +94,19 @@ class EtcdSilence:
             self._has_warned = True
             self._warn(f"{error}; training goes on without it, but nobody finds the job there")
 
-    def note_look(self, error: ElasticTrainError, *, is_next: bool) -> None:
-        """A worker without a world has looked. Raises `error` where it has done so for longer than the grace.
+    def note_look(self, error: StoreUnreachable | StoreRefused, num_known: int) -> None:
+        """A worker without a world has looked. Raises `error` where its looks have led to nobody for longer than the
+        grace; at once where it is refused and knows nobody.
 
         Args:
-            is_next: whether the look before has led to nobody.
+            num_known: how many stores it knows besides.
         """
         now, since = time.monotonic(), self._looks_since
-        if since is None or not is_next:
-            since = self._looks_since = now
+        if since is None or now > self._looked_at + NEXT_SECONDS + REACH_SECONDS * num_known:
+            since = self._looks_since = now  # the look before has led to a host
+        self._looked_at = now
         self.report(str(error))
-        if now - since > self._grace:
+        if now - since > self._grace or (isinstance(error, StoreRefused) and not num_known):
             raise error
 
 
@@ -144,7 +148,7 @@ class EtcdFinder:
         self._earlier = earlier
         self._connections = Connections(settings)
         self._etcd = Etcd(self._connections, deadline=ATTEMPT_SECONDS, attempt_seconds=ATTEMPT_SECONDS / 2)
-        self._silence = EtcdSilence(settings.grace, log, warn)
+        self._silence, self._next_keep = EtcdSilence(settings.grace, log, warn), 0.0
         self._has_world = False
         patient = Etcd(self._connections, deadline=settings.grace, before_retry=self._before_retry)
         self._own: NodeLease | None = None
@@ -159,7 +163,6 @@ class EtcdFinder:
                 self._connections.close()
                 raise
             log(f"no entry of the job in etcd yet, so this node asks the members that it knows: {error}")
-        self._next_keep = time.monotonic() + (lease / 4 if self._own is None else self._own.seconds_between)
         self._looked_at = -1e9
         self._seen: tuple[Address, ...] = ()
         self._stood: tuple[list[str], float] = ([], 0.0)
@@ -197,6 +200,7 @@ class EtcdFinder:
         if self._has_world and self._own is not None and self._own.job.prefix != own.job.prefix:
             self._warn(ENTRY_LOST)
         self._own, self._first = own, self._first or own
+        self._next_keep = time.monotonic() + own.seconds_between
 
     def _before_retry(self, why: str) -> None:
         """Between two attempts of the training thread: it can be stopped, and says what it waits for."""
@@ -216,13 +220,9 @@ class EtcdFinder:
                 found += stores_in(text_of(entry))
             self._silence.note_answer()
         except (StoreUnreachable, StoreRefused) as error:
-            if isinstance(error, StoreUnreachable):
-                self._silence.note_none(error, has_world=self._has_world)
+            self._silence.note_none(error, has_world=self._has_world)
             if not self._has_world:  # a password that is being changed is nothing to who trains
-                if isinstance(error, StoreRefused) and not earlier:
-                    raise
-                is_next = now < self._looked_at + NEXT_SECONDS + REACH_SECONDS * len(self._seen)
-                self._silence.note_look(error, is_next=is_next)
+                self._silence.note_look(error, len(earlier))
         self._seen = tuple(dict.fromkeys([*found, *earlier]))
         self._looked_at = time.monotonic()
         return self._seen
@@ -312,9 +312,9 @@ class EtcdFinder:
 
     def _turn(self) -> bool:
         """As `_keep_once`, but for LeftOut."""
-        if self._own is None:
-            self._open(self._etcd)
         try:
+            if self._own is None:
+                self._open(self._etcd)
             return self._keep_once()
         except LeftOut:  # its lease is over, or the entry's, for all in that were away for long
             if not self._is_closed.is_set():

@@ -280,8 +280,14 @@ def test_the_wait_for_a_silent_etcd_can_be_stopped_and_ends_with_the_grace() -> 
         EtcdFinder(replace(nowhere, grace=60.0), "run", check=stopped, **named)  # type: ignore[arg-type]
 
 
-def refuse(*_arguments: object) -> None:
-    raise StoreRefused("invalid user ID or password", "correct it")
+REFUSED = StoreRefused("invalid user ID or password", "correct it")
+
+
+def silent(patch: pytest.MonkeyPatch, error: Exception) -> None:
+    def attempt(*_arguments: object) -> None:
+        raise error
+
+    patch.setattr(Etcd, "_attempt", attempt)
 
 
 @pytest.mark.parametrize("error", [StoreUnreachable, StoreRefused])
@@ -291,7 +297,7 @@ def test_who_knows_members_asks_them_while_etcd_is_away(
     """For the grace, which begins with the first look that has led to nobody; it begins no job and claims nothing."""
     nowhere, clock = EtcdSettings(("127.0.0.1:1",), grace=20.0), [1000.0]
     if error is StoreRefused:
-        monkeypatch.setattr(Etcd, "_attempt", refuse)
+        silent(monkeypatch, REFUSED)
     said: list[str] = []
     finder = EtcdFinder(
         nowhere, "run", uid="u", address=("h", 1), lease=5.0, check=lambda: None, log=said.append, warn=said.append,
@@ -313,7 +319,7 @@ def test_who_knows_members_asks_them_while_etcd_is_away(
 
 def test_who_knows_members_opens_the_entry_when_etcd_is_back(make: Make, listener: Address) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Etcd, "_attempt", refuse)
+        silent(patch, REFUSED)
         late = make(("h", 1), earlier=lambda: [("h9", 9)])
         arbiter = late.arbiter()
         assert found(late) == [("h9", 9)]
@@ -323,13 +329,6 @@ def test_who_knows_members_opens_the_entry_when_etcd_is_back(make: Make, listene
     assert not late.is_beginner()
     assert running.arbiter().claim("job", 0, "a") == "a"
     assert arbiter.claim("job", 0, "b") == "a"
-
-
-def silent(patch: pytest.MonkeyPatch, error: Exception) -> None:
-    def attempt(*_arguments: object) -> None:
-        raise error
-
-    patch.setattr(Etcd, "_attempt", attempt)
 
 
 @pytest.mark.parametrize("error", [Transient("away"), StoreRefused("etcd's database is full")], ids=["away", "refuses"])
@@ -355,7 +354,7 @@ def test_who_trains_is_not_ended_by_a_password_that_is_changed(
 ) -> None:
     finder = make(listener)
     with monkeypatch.context() as patch:
-        patch.setattr(Etcd, "_attempt", refuse)
+        silent(patch, REFUSED)
         with pytest.raises(StoreRefused):
             found(finder)
         finder.keep(has_world=True)
