@@ -130,15 +130,17 @@ def test_who_trains_does_not_wait_long_for_another_process(
 
 
 def test_where_flock_is_local_each_folder_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The directory is claimed by its leader in each world, the folder of snapshots once."""
+    """The directory is claimed by its leader in each world, a folder of snapshots elsewhere once."""
     monkeypatch.setattr(ownership, "local_flock", lambda _path: "localflock")
-    disk = SlowDisk(tmp_path, monkeypatch, snapshots=tmp_path / SNAPSHOTS)
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / "run").mkdir()
+    disk = SlowDisk(tmp_path / "run", monkeypatch, snapshots=elsewhere)
     disk.let_go.set()
     for generation in range(3):
         disk.files.claim(world_of(generation), has_state=True)
         disk.files.finish_claim()
     assert [warning.partition(" holds ")[0] for warning in disk.warnings] == [
-        f"flock below {tmp_path}", f"flock below {tmp_path / SNAPSHOTS}"
+        f"flock below {tmp_path / 'run'}", f"flock below {elsewhere}"
     ]  # fmt: skip
 
 
