@@ -229,7 +229,8 @@ def make_directory(config: Config, run_id: str) -> RunDirectory:
     directory = RunDirectory(path, folder)
     directory.create()
     if folder is not None:
-        require_writable(directory.snapshots_dir, "snapshot directory")
+        what = "snapshot directory" if config.snapshot_dir is None else "--snapshot-dir"
+        require_writable(directory.snapshots_dir, what)
     return directory
 
 

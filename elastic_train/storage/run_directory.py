@@ -61,6 +61,7 @@ class OwnershipWithSnapshots(Ownership):
     def __init__(self, path: Path, snapshots: Path, *, now: Callable[[], float] = time.time) -> None:
         super().__init__(path, now=now)
         self._folder, self._host = snapshots, ""
+        self._called = "snapshot directory" if snapshots.is_relative_to(path) else "--snapshot-dir"
         self._snapshots = Ownership(snapshots, f"snapshot directory {snapshots}", "--snapshot-dir", now=now)
 
     def claim(
@@ -76,7 +77,7 @@ class OwnershipWithSnapshots(Ownership):
         warning = super().claim(job_token, generation, host, is_leader=is_leader, timeout=timeout)
         left = max(timedelta(seconds=1), timeout - timedelta(seconds=time.monotonic() - began))
         if not self._folder.is_dir():  # of a new run, or moved aside by --fresh
-            require_writable(self._folder, "snapshot directory")
+            require_writable(self._folder, self._called)
         try:
             # No leader: once it is claimed a look is enough, for its generation says nothing (`check_owner`).
             told = self._snapshots.claim(job_token, generation, host, is_leader=False, timeout=left)
@@ -109,7 +110,7 @@ class OwnershipWithSnapshots(Ownership):
 
     def _claim_folder_anew(self, job_token: str, generation: int) -> None:
         """It was removed or moved: who writes the next snapshot would make it as well."""
-        require_writable(self._folder, "snapshot directory")
+        require_writable(self._folder, self._called)
         self._snapshots.claim_anew(job_token, generation, self._host)
 
 

@@ -144,6 +144,7 @@ import os, pty, signal, sys
 from elastic_train.stopping import StopSignal
 
 gone, other = {gone}, {other}
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, as it should be
 stop = StopSignal()
 stop.install()
 screen, terminal = pty.openpty()
