@@ -146,11 +146,6 @@ class Pace:
         # The others have expelled it by then, and it might have come back.
         return 2 * max(FIRST_SECONDS, self.stall_limit) if activity is Activity.COMPUTE else self.limit(activity)
 
-    @property
-    def step_limit(self) -> float:
-        """Seconds after which no step in hand is to be expected any more, where nobody can be asked."""
-        return FIRST_SECONDS if self._is_first else self._peer_timeout + COLLECTIVES * self.slowest_step
-
 
 def _median(seconds: Iterable[float]) -> float:
     known = list(seconds)  # at once: the other thread may add one

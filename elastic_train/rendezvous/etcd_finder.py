@@ -255,12 +255,8 @@ class EtcdFinder:
             value = stamp() + self._text([self._address], "").encode()
             changes = [etcd.delete_request(sign_key), etcd.put_request(begin_key, value, own.lease)]
             has_begun = etcd.transact(Transaction(conditions, changes)).succeeded
-        except (
-            StoreUnreachable,
-            StoreRefused,
-            LeaseLost,
-        ):  # the next look tells; or it hung for a while, and the keeper sees it
-            return False
+        except (StoreUnreachable, StoreRefused, LeaseLost):
+            return False  # the next look tells; or it hung for a while, and the keeper sees it
         if has_begun and theirs:
             self._log(f"every worker of an earlier start of run id {self._run_id!r} is gone: a new start begins")
         return has_begun

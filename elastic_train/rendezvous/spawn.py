@@ -38,8 +38,8 @@ def spawn(num_workers: int, arguments: Sequence[str]) -> int:
     """Run workers with these flags and wait for all of them; returns the exit code of the whole.
 
     This process hosts their store, so any of them may die; the others go on. 0 where one reached the end of training,
-    else the first worker's code that is not 0. SIGTERM and SIGINT are passed on to all of
-    them, and SIGHUP, unless this process ignores it.
+    else the first worker's code that is not 0. SIGTERM and SIGINT are passed on to all of them, and SIGHUP, unless this
+    process ignores it.
     """
     require_linux("--spawn")
     from torch.distributed import TCPStore

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from elastic_train.rendezvous.etcd_finder import EtcdFinder
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.tools.drills.nodes import free_port, wait_until
 from elastic_train.world import Address
+from tests.claims import check_all_read_the_same, check_first_claim_stands
 
 PATIENCE = 60.0
 Make = Callable[..., EtcdFinder]
@@ -68,18 +70,14 @@ def found(finder: EtcdFinder) -> list[Address]:
 
 def test_one_of_many_begins_and_the_others_find_it(make: Make, listener: Address) -> None:
     finders = [make((f"h{number}", number)) for number in range(6)]
-    begun: list[bool] = [False] * 6
     gate = threading.Barrier(6)
 
-    def begin(number: int) -> None:
+    def begin(finder: EtcdFinder) -> bool:
         gate.wait(PATIENCE)
-        begun[number] = finders[number].is_beginner()
+        return finder.is_beginner()
 
-    threads = [threading.Thread(target=begin, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
+    with ThreadPoolExecutor(6) as threads:
+        begun = list(threads.map(begin, finders, timeout=PATIENCE))
     assert sum(begun) == 1
     first = begun.index(True)
     assert finders[first].is_beginner(), "it still is"
@@ -366,30 +364,11 @@ def test_who_trains_is_not_ended_by_a_password_that_is_changed(
 
 def test_the_first_claim_of_a_generation_stands(make: Make) -> None:
     one, other = make(("h", 1)).arbiter(), make(("h", 2)).arbiter()
-    assert one.claim("job", 3, None) is None
-    assert one.claim("job", 3, "a") == "a"
-    assert other.claim("job", 3, "b") == "a"
-    assert other.claim("job", 3, None) == "a"
-    assert other.claim("job", 4, "c") == "c", "another generation"
-    assert other.claim("another", 3, "d") == "d", "another start"
+    check_first_claim_stands(one, other)
 
 
 def test_many_claim_at_once_and_all_read_the_same(make: Make) -> None:
-    arbiters = [make(("h", number)).arbiter() for number in range(6)]
-    standing: list[str | None] = []
-    gate = threading.Barrier(6)
-
-    def run(number: int) -> None:
-        gate.wait(PATIENCE)
-        standing.append(arbiters[number].claim("job", 0, f"decision {number}"))
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert len(standing) == 6
-    assert len(set(standing)) == 1
+    check_all_read_the_same([make(("h", number)).arbiter() for number in range(6)])
 
 
 def test_a_claim_stands_though_its_reply_was_lost(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from elastic_train.errors import LeftOut, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, Claims
 from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS
-from elastic_train.rendezvous.etcd_finder import FRESH_SECONDS, KEEP_SECONDS, LOOK_SECONDS, REFUSED_SECONDS
+from elastic_train.rendezvous.etcd_finder import FRESH_SECONDS, KEEP_SECONDS, LOOK_SECONDS, REFUSED_SECONDS, stores_in
 from tests.simulation.peers import PeersForm
 from tests.simulation.process import Address, Machines, Process
 
@@ -337,10 +337,6 @@ class SimEtcdFinder:
         self._is_closed = True
         with contextlib.suppress(StoreUnreachable):
             self.client.call(self.client.server.revoke, self._lease)
-
-
-def stores_in(text: str | None) -> tuple[Address, ...]:
-    return () if text is None else tuple((str(host), int(port)) for host, port in json.loads(text)["stores"])
 
 
 class EtcdForm(PeersForm):

@@ -18,6 +18,7 @@ from elastic_train.elastic.claims import Bounded, Directory, Objects
 from elastic_train.protocol.arbiter import MOST_REMOVED, OLD_SECONDS, OUTDATED, ArbiterSilent, Claims, Folder
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.store_urls import parse_url
+from tests.claims import check_all_read_the_same, check_first_claim_stands
 
 Make = Callable[[Path], Folder]
 
@@ -59,12 +60,7 @@ def links_go(trouble: Callable[[Callable[[], None]], None]) -> Iterator[None]:
 
 def test_the_first_claim_of_a_generation_stands(tmp_path: Path, make: Make) -> None:
     one, other = claims(make(tmp_path / "claims")), claims(make(tmp_path / "claims"))
-    assert one.claim("job", 3, None) is None
-    assert one.claim("job", 3, "a") == "a"
-    assert other.claim("job", 3, "b") == "a"
-    assert other.claim("job", 3, None) == "a"
-    assert other.claim("job", 4, "c") == "c", "another generation"
-    assert other.claim("another", 3, "d") == "d", "another start"
+    check_first_claim_stands(one, other)
     assert files_in(tmp_path / "claims") == {"claim-another-3", "claim-job-3", "claim-job-4"}
 
 
@@ -89,21 +85,9 @@ def test_a_claim_that_was_not_made_is_none(tmp_path: Path) -> None:
 
 
 def test_many_claim_at_once_and_all_read_the_same(tmp_path: Path, make: Make) -> None:
-    found: list[str | None] = []
-    gate = threading.Barrier(8)
-
-    def run(number: int) -> None:
-        mine = Claims(make(tmp_path / "claims"), lambda: f"draft-of-{number}")
-        gate.wait(10)
-        found.append(mine.claim("job", 0, f"decision {number}"))
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert len(found) == 8
-    assert len(set(found)) == 1
+    check_all_read_the_same(
+        [Claims(make(tmp_path / "claims"), partial(str, f"draft-of-{number}")) for number in range(8)]
+    )
 
 
 def test_a_shown_name_is_seen_in_that_directory_alone(tmp_path: Path, make: Make) -> None:
