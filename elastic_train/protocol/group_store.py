@@ -11,6 +11,8 @@ from elastic_train.errors import FormationFailed
 from elastic_train.system import close_in_forked_children
 from elastic_train.world import World
 
+START_TIMEOUT = timedelta(seconds=60)
+"""in which it answers for the first time; torch then also looks up this host's name, which can take seconds"""
 ANSWER_TIMEOUT = timedelta(seconds=1)
 """of the server's own store, until its user sets another one"""
 
@@ -27,8 +29,9 @@ class GroupStoreServer:
         close_in_forked_children(self.address[1], self)
         fd = listener.detach()
         self.store = TCPStore(
-            *self.address, is_master=True, wait_for_workers=False, timeout=ANSWER_TIMEOUT, master_listen_fd=fd
+            *self.address, is_master=True, wait_for_workers=False, timeout=START_TIMEOUT, master_listen_fd=fd
         )
+        self.store.set_timeout(ANSWER_TIMEOUT)
 
     def group_store(self, world: World, timeout: timedelta) -> Store:
         """The store of the world's rank 0, on a connection of its own, so that it can be broken off.

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.timeout(180)
 RIVALS = {"restarts": Restarts, "torchft": Torchft}
 
 
+@pytest.mark.slow
 def test_a_small_measurement() -> None:
     cases = [LoopCase("mlp", 64, 2, snapshot_every=5), LoopCase("cnn", 512, 2)]
     rows = measure(cases, Effort(block_seconds=0.02, case_seconds=0.1, min_pairs=2, launches=1))

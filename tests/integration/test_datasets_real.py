@@ -39,9 +39,8 @@ def photos(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("model", "batch", "first", "end"), [("cnn", 128, 3, 20), pytest.param("resnet18", 8, 2, 6, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "batch", "first", "end"), [("cnn", 128, 3, 20), ("resnet18", 8, 2, 6)])
 def test_stop_and_resume_with_another_world_size(
     cluster: Cluster, photos: Path, model: str, batch: int, first: int, end: int
 ) -> None:

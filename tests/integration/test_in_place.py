@@ -117,6 +117,7 @@ def test_a_killed_node_costs_the_others_no_step(cluster: Cluster) -> None:
     assert writers == {pid for pid, node in zip(pids, nodes, strict=True) if node is not victim}, "the same processes"
 
 
+@pytest.mark.slow
 def test_the_node_of_rank_0_is_killed(cluster: Cluster) -> None:
     nodes = start_world(cluster, 3, steps=400)
     first = node_with_rank(cluster, nodes, 0)

@@ -89,6 +89,7 @@ def train(cluster: Cluster, task: str, *flags: str, workers: int = 1) -> None:
     assert "warning" not in nodes[0].text()
 
 
+@pytest.mark.slow
 def test_extra_state_that_is_no_tensor(cluster: Cluster) -> None:
     train(cluster, "WithExtraState")
     assert newest_snapshot(cluster.run_dir)[1]["model"]["_extra_state"] == {"scale": 2}

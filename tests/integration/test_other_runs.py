@@ -41,6 +41,7 @@ def starts(run_dir: Path) -> list[tuple[str, int]]:
     return [(event["source"], event["restored_step"]) for event in events(run_dir, "restore")]
 
 
+@pytest.mark.slow
 def test_fresh_is_fresh_where_snapshots_lie_elsewhere(cluster: Cluster) -> None:
     elsewhere = cluster.path / "elsewhere"
     train(cluster, cluster.run_dir, 40, "--snapshot-dir", str(elsewhere))

@@ -41,7 +41,8 @@ elastic_train.run(train, model, optimizer, TensorDataset(numbers, numbers.square
 """
 
 
-@pytest.mark.parametrize("size", [1000, pytest.param(20_000_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1000, 20_000_000])
 def test_a_peer_freezes_before_a_collective_in_a_group_of_the_functions_own(cluster: Cluster, size: int) -> None:
     """gloo has sent nothing of a large one to it yet but what the kernel takes."""
     (cluster.path / "own.py").write_text(SCRIPT.replace("SIZE", str(size)))

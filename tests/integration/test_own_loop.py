@@ -953,7 +953,9 @@ def test_ranks_that_go_their_own_ways_are_told(cluster: Cluster, mistake: str) -
     assert found.reasons == ["state: the ranks' weights were not equal after step 35, and training went on"]
 
 
-@pytest.mark.parametrize(("extras", "is_told"), [("extras={}", True), ('extras={"scheduler": scheduler}', False)])
+@pytest.mark.parametrize(("extras", "is_told"), [
+    ("extras={}", True), pytest.param('extras={"scheduler": scheduler}', False, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_scheduler_that_is_not_saved_is_told(cluster: Cluster, extras: str, is_told: bool) -> None:
     text = SCRIPT.replace('extras={"scheduler": scheduler}', extras).replace("BEFORE_COMMIT", "pass")
     [node] = start_workers(cluster, 1, text)

@@ -97,6 +97,7 @@ def test_death_after_the_last_step_does_not_hold_up_the_others(cluster: Cluster,
     assert ended - last_commit < 45.0, "nobody waits for it, on a busy machine either"
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_only(cluster: Cluster) -> None:
     nodes = start_with_fault(cluster, "error@step:rank=1,step=60,generation=0")
     finish_but(cluster, nodes, 1)

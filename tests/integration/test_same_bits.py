@@ -11,7 +11,7 @@ FLAGS = ("--reduction", "ordered")
 def test_kills_and_a_join_leave_the_bits_of_the_undisturbed_run(cluster: Cluster) -> None:
     steps = 500
     nodes = start_world(cluster, 3, *FLAGS, steps=steps)
-    victim = next(node for node in nodes if rank_of(cluster, node) == 1)
+    victim = next(node for node in nodes if rank_of(cluster, node) == 0)
     victim.kill()
     wait_until(lambda: any(e["world_size"] == 2 for e in events(cluster.run_dir, "world")), "world of 2", 20)
     joined = cluster.start("--epochs", "1000", "--ledger", "--eval-every", "1000", "--peer-timeout", "2",

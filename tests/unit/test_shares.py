@@ -246,7 +246,6 @@ def test_a_node_that_dies_at_any_call_of_its_share(url: str, moment: str) -> Non
         bucket = bucket_of(place)
         require_whole(bucket, 5)
         body = body_of(parts_of(bucket))
-        assert all(part["host"] == HOSTS[place % 3] for place, part in enumerate(body) if place % 3 != 2)
         by_host = Counter(part["host"] for part in body)
         assert by_host["one"] + by_host["two"] + by_host["three"] == 13
         assert by_host["three"] <= number + 1, "the manifest names those who wrote"

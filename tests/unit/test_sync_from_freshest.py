@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,24 @@ from elastic_train.training.state import TrainState, state_sha256
 from elastic_train.world import Member, World
 
 FROZEN_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rank 1 is further, or has the same step as rank 0; its rate is another one."""
+
+    steps: tuple[int, int]
+    is_written: bool = False
+    """a forward pass has written into rank 0's frozen weights"""
+    apart: tuple[int, ...] = ()
+
+
+CASES = {
+    "behind": Case((2, 3)),
+    "apart": Case((3, 3), apart=(1,)),
+    "written": Case((2, 3), is_written=True),
+    "newcomer": Case((-1, 3)),
+}
 
 
 def make_state(steps: int) -> TrainState:
@@ -36,14 +56,20 @@ def make_state(steps: int) -> TrainState:
     return state
 
 
-def survivor(rank: int, port: int, steps: Sequence[int], is_written: bool, apart: Sequence[int], path: Path) -> None:
-    """Rank 1 is further, or has the same step as rank 0; its rate is another one. `is_written`: a forward pass has
-    written into rank 0's frozen weights."""
+def survivors(rank: int, port: int, path: Path) -> None:
+    """All cases, one world after the other."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    for name, case in CASES.items():
+        its_own = dist.PrefixStore(name, store)
+        dist.init_process_group("gloo", store=its_own, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+        (path / f"{name}-{rank}.json").write_text(json.dumps(survive(rank, case)))
+        dist.destroy_process_group()
+
+
+def survive(rank: int, case: Case) -> dict[str, Any]:
     members = tuple(Member(f"host-{n}", 0, 1, 1, ("127.0.0.1", 1), f"directory-{n}", "gloo", None) for n in range(2))
-    state = make_state(max(steps[rank], 0))
-    if is_written and rank == 0:
+    state = make_state(max(case.steps[rank], 0))
+    if case.is_written and rank == 0:
         with torch.no_grad():
             state.model[0].weight[3, 3] += 1.0
     state.optimizer.param_groups[0]["lr"] /= 1 + rank
@@ -54,7 +80,6 @@ def survivor(rank: int, port: int, steps: Sequence[int], is_written: bool, apart
         sent.append(tensor.nbytes * len(targets))
         send(link, tensor, targets)
 
-    handover.Link.send = counted
     could_save: list[bool] = []
 
     def check() -> None:
@@ -63,8 +88,9 @@ def survivor(rank: int, port: int, steps: Sequence[int], is_written: bool, apart
         if could_save[-1]:
             state.lock.give_back()
 
-    source = sync_from_freshest(state, World(rank, 3, members), steps, check, lambda: None, apart)
-    told: dict[str, Any] = {
+    with mock.patch.object(handover.Link, "send", counted):
+        source = sync_from_freshest(state, World(rank, 3, members), case.steps, check, lambda: None, case.apart)
+    return {
         "source": source,
         "step": state.step,
         "lr": state.optimizer.param_groups[0]["lr"],
@@ -74,41 +100,47 @@ def survivor(rank: int, port: int, steps: Sequence[int], is_written: bool, apart
         "hash": state_sha256(state.model.state_dict()),
         "momentum": state_sha256({"0": state.optimizer.state_dict()["state"][0]["momentum_buffer"]}),
     }
-    (path / f"{rank}.json").write_text(json.dumps(told))
-    dist.destroy_process_group()
 
 
-def survive(
-    path: Path, steps: Sequence[int], *, is_written: bool = False, apart: Sequence[int] = ()
-) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each of two processes had after each case."""
+    path = tmp_path_factory.mktemp("survived")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    spawn(survivor, args=(store.port, steps, is_written, apart, path), nprocs=2)
-    found = [json.loads((path / f"{rank}.json").read_text()) for rank in range(2)]
-    for told in found:
-        assert (told["source"], told["step"], told["lr"]) == ((0, steps[1], 0.1) if apart else (1, steps[1], 0.05))
-        assert told["hash"] == found[1]["hash"]
-        assert told["momentum"] == found[1]["momentum"]
+    spawn(survivors, args=(store.port, path), nprocs=2)
+    return {name: [json.loads((path / f"{name}-{rank}.json").read_text()) for rank in range(2)] for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_have_the_same_then(survived: dict[str, list[dict[str, Any]]], name: str) -> None:
+    case = CASES[name]
+    for told in survived[name]:
+        source, lr = (0, 0.1) if case.apart else (1, 0.05)
+        assert (told["source"], told["step"], told["lr"]) == (source, case.steps[1], lr)
+        assert told["hash"] == survived[name][1]["hash"]
+        assert told["momentum"] == survived[name][1]["momentum"]
         assert told["is_held"], "by the thread that trains"
-    return found
 
 
-def test_frozen_weights_that_both_have_are_not_sent(tmp_path: Path) -> None:
-    behind, source = survive(tmp_path, [2, 3])
+def test_frozen_weights_that_both_have_are_not_sent(survived: dict[str, list[dict[str, Any]]]) -> None:
+    behind, source = survived["behind"]
     assert 0 < source["sent"] < 100_000
     assert behind["sent"] == 0
 
 
-def test_one_with_the_same_step_and_another_rate_takes_over_the_first_ones(tmp_path: Path) -> None:
-    source, apart = survive(tmp_path, [3, 3], apart=[1])
+def test_one_with_the_same_step_and_another_rate_takes_over_the_first_ones(
+    survived: dict[str, list[dict[str, Any]]],
+) -> None:
+    source, apart = survived["apart"]
     assert 0 < source["sent"] < 100_000
     assert apart["sent"] == 0
 
 
-@pytest.mark.parametrize(("steps", "is_written"), [([2, 3], True), ([-1, 3], False)])
+@pytest.mark.parametrize("name", ["written", "newcomer"])
 def test_others_are_and_a_stop_may_save_what_is_there_meanwhile(
-    tmp_path: Path, steps: Sequence[int], is_written: bool
+    survived: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
-    told = survive(tmp_path, steps, is_written=is_written)
+    told = survived[name]
     assert told[1]["sent"] > FROZEN_BYTES
     for one in told:
         assert one["could_save"], "it took a while"
