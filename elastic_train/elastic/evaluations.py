@@ -10,8 +10,7 @@ from elastic_train.elastic.worker import Worker
 from elastic_train.rules import Activity
 from elastic_train.runlog.goodput import Phase
 from elastic_train.training.collectives import gather_json
-from elastic_train.training.evaluation import BLOCK_SAMPLES, evaluate, find_no_sum, share_buffers
-from elastic_train.training.step import autocast_of
+from elastic_train.training.evaluation import evaluate, find_no_sum, share_buffers
 from elastic_train.world import World
 
 
@@ -74,34 +73,15 @@ class Evaluations:
         with state.clock.during(Phase.EVALUATE):
             watcher.do(Activity.REDUCE)
             share_buffers(model, world, self._membership.sockets)
-            # Not that of the first world, which the state has: the sums must not depend on it.
-            block_samples = min(BLOCK_SAMPLES, config.micro_batch_size or config.global_batch_size)
-            autocast = autocast_of(config.precision, worker.device)
-            parts = (model, worker.task, test_set)
+            warn = worker.reporter.warn
             with state.lock.released():
                 if world.rank == 0 and not self._is_tried:
                     self._is_tried = True
                     watcher.do(Activity.COMPUTE)
-                    wrong = find_no_sum(
-                        *parts,
-                        worker.device,
-                        config,
-                        block_samples=block_samples,
-                        autocast=autocast,
-                        warn=worker.reporter.warn,
-                    )
+                    wrong = find_no_sum(model, worker.task, test_set, worker.device, config, warn=warn)
                     if wrong is not None:
-                        worker.reporter.warn(wrong)
-                metrics = evaluate(
-                    *parts,
-                    world,
-                    worker.device,
-                    config,
-                    block_samples=block_samples,
-                    autocast=autocast,
-                    do=watcher.do,
-                    warn=worker.reporter.warn,
-                )
+                        warn(wrong)
+                metrics = evaluate(model, worker.task, test_set, world, worker.device, config, do=watcher.do, warn=warn)
         watcher.do(Activity.COMPUTE)
         state.evaluated_step, state.test_metrics = state.step, metrics
         odd = odd_numbers(metrics, state.step) if world.rank == 0 else {}

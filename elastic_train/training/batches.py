@@ -24,46 +24,46 @@ class RunSampler:
 
     def __init__(self, state: TrainState, world: World, config: Config, first_ranks: int | None = None) -> None:
         self._first_ranks = world.world_size if first_ranks is None else first_ranks
-        self._start = (state.epoch, state.samples_done, state.step)
         self._last_step = state.last_step
-        self._arguments: dict[str, Any] = {
-            "length": state.length,
-            "seed": config.seed,
-            "global_batch_size": config.global_batch_size,
-            "rank": world.rank,
-            "world_size": world.world_size,
-            "virtual_ranks": config.virtual_ranks if config.reduction == "ordered" else None,
-            "micro_batch_size": state.micro_batch_size,
-            "max_steps": state.last_step,
-        }
+        self._rest = StepSampler(
+            length=state.length,
+            seed=config.seed,
+            epoch=state.epoch,
+            samples_done=state.samples_done,
+            steps_done=state.step,
+            global_batch_size=config.global_batch_size,
+            rank=world.rank,
+            world_size=world.world_size,
+            virtual_ranks=config.virtual_ranks if config.reduction == "ordered" else None,
+            micro_batch_size=state.micro_batch_size,
+            max_steps=state.last_step,
+        )
+        """of the epoch in which the world begins"""
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        epoch, samples_done, step = self._start
-        if self._first_ranks < self._arguments["world_size"] and step < self._last_step:
+        rest, step = self._rest, self._rest.steps_done
+        if self._first_ranks < rest.world_size and step < self._last_step:
             first = list(self._first_step())
             yield from first
             step += 1
-            samples_done += first[0].step_samples
+            rest = replace(rest, steps_done=step, samples_done=rest.samples_done + first[0].step_samples)
         while step < self._last_step:
-            sampler = StepSampler(epoch=epoch, samples_done=samples_done, steps_done=step, **self._arguments)
-            for micro_batch in sampler:
+            for micro_batch in rest:
                 step = micro_batch.step
                 yield micro_batch
-            epoch, samples_done = epoch + 1, 0
+            rest = replace(rest, epoch=rest.epoch + 1, samples_done=0, steps_done=step)
 
     def of_step(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of any step, a committed one perhaps."""
-        length, batch = self._arguments["length"], self._arguments["global_batch_size"]
-        epoch, within = divmod(step - 1, steps_per_epoch(length, batch))
-        arguments = {**self._arguments, "max_steps": step}
-        return list(StepSampler(epoch=epoch, samples_done=within * batch, steps_done=step - 1, **arguments))
+        batch = self._rest.global_batch_size
+        epoch, within = divmod(step - 1, steps_per_epoch(self._rest.length, batch))
+        return list(replace(self._rest, epoch=epoch, samples_done=within * batch, steps_done=step - 1, max_steps=step))
 
     def _first_step(self) -> Iterator[MicroBatch]:
         """Split over the first ranks alone; the others get an empty micro-batch."""
-        epoch, samples_done, step = self._start
-        rank, ranks = self._arguments["rank"], self._first_ranks
-        split = {**self._arguments, "rank": min(rank, ranks - 1), "world_size": ranks, "max_steps": step + 1}
-        for micro_batch in StepSampler(epoch=epoch, samples_done=samples_done, steps_done=step, **split):
+        rank, ranks = self._rest.rank, self._first_ranks
+        one = self._rest.steps_done + 1
+        for micro_batch in replace(self._rest, rank=min(rank, ranks - 1), world_size=ranks, max_steps=one):
             if rank < ranks:
                 yield micro_batch
             elif micro_batch.is_last:

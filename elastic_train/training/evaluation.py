@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,19 +14,18 @@ from torch import nn
 from elastic_train.config import Config
 from elastic_train.errors import UsageError
 from elastic_train.rules import Activity
-from elastic_train.training.collectives import all_reduce, broadcast, broadcast_bytes
+from elastic_train.training.collectives import all_reduce, broadcast, gather_json
 from elastic_train.training.epoch_dataset import EpochDataset
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.loader_processes import open_loader, read_apart
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import modes_kept
-from elastic_train.training.step import seed_model_draws
+from elastic_train.training.step import autocast_of, seed_model_draws
 from elastic_train.training.tasks import Task
 from elastic_train.wording import kind_of
 from elastic_train.world import World
 
 BLOCK_SAMPLES = 256
-"""most samples per forward pass"""
 SUM_TOLERANCE = 0.02
 """relative: half precision rounds, and a batch of texts may be padded otherwise; of a mean it is a third"""
 
@@ -85,8 +83,6 @@ def evaluate(
     device: torch.device,
     config: Config,
     *,
-    block_samples: int = BLOCK_SAMPLES,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     do: Callable[[Activity], None] = lambda _activity: None,
     warn: Callable[[str], None] = warnings.warn,
 ) -> dict[str, float]:
@@ -98,12 +94,10 @@ def evaluate(
     every rank.
 
     Args:
-        block_samples: most samples of a forward pass.
-        autocast: makes a context for each forward pass.
         do: is told of every block, each of which may take its time, and when this rank begins to wait for the others.
         warn: as `open_loader`'s.
     """
-    sampler = BlockSampler(len(dataset), world, block_samples)
+    sampler = BlockSampler(len(dataset), world, _block_samples(config))
     sums: dict[str, torch.Tensor] = {}
     with modes_kept(model):
         model.eval()
@@ -111,12 +105,14 @@ def evaluate(
         reader = EpochDataset(dataset, seed=config.seed, collate=task.collate)
         for micro_batch, batch in open_loader(reader, sampler, config, warn, at_most=len(sampler)):
             seed_model_draws(config.seed, micro_batch.step, micro_batch.shard, device)
-            for name, value in _sums_of(model, task, batch, device, autocast).items():
+            for name, value in _sums_of(model, task, batch, device, config).items():
                 by_block = sums.setdefault(name, torch.zeros(sampler.num_blocks, dtype=torch.float64, device="cpu"))
                 by_block[micro_batch.shard] = value.double().cpu()
             do(Activity.COMPUTE)
     do(Activity.REDUCE)
-    names = _agreed_names(sums, world)
+    names = sorted(sums)
+    if world.world_size > 1:
+        names = gather_json(names)[0]  # rank 0 has a block, and so knows them
     table = torch.stack(
         [sums.get(name, torch.zeros(sampler.num_blocks, dtype=torch.float64, device="cpu")) for name in names]
     )
@@ -135,8 +131,6 @@ def find_no_sum(
     device: torch.device,
     config: Config,
     *,
-    block_samples: int,
-    autocast: Callable[[], AbstractContextManager[Any]],
     warn: Callable[[str], None] = warnings.warn,
 ) -> str | None:
     """What a task's own `evaluate` gives that is no sum over samples, a mean perhaps, which the means over the test set
@@ -145,7 +139,7 @@ def find_no_sum(
     Args:
         warn: as `open_loader`'s.
     """
-    num_samples = min(block_samples, len(dataset))
+    num_samples = min(_block_samples(config), len(dataset))
     if type(task).evaluate is Task.evaluate or num_samples < 2:  # one has no halves
         return None
     block = np.arange(num_samples)
@@ -154,7 +148,7 @@ def find_no_sum(
     with modes_kept(model):
         model.eval()
         for batch in read_apart(reader, (block, *np.split(block, [num_samples // 2])), config, warn):
-            sums = _sums_of(model, task, batch, device, autocast)
+            sums = _sums_of(model, task, batch, device, config)
             found.append({name: value.double().item() for name, value in sums.items()})
     whole, *halves = found
     for name, value in whole.items():
@@ -168,16 +162,16 @@ def find_no_sum(
     return None
 
 
-def _sums_of(
-    model: nn.Module,
-    task: Task,
-    batch: Any,
-    device: torch.device,
-    autocast: Callable[[], AbstractContextManager[Any]],
-) -> dict[str, torch.Tensor]:
+def _block_samples(config: Config) -> int:
+    """Most samples of a forward pass. Not by the micro-batches of the first world, which the state has: the sums must
+    not depend on it."""
+    return min(BLOCK_SAMPLES, config.micro_batch_size or config.global_batch_size)
+
+
+def _sums_of(model: nn.Module, task: Task, batch: Any, device: torch.device, config: Config) -> dict[str, torch.Tensor]:
     """What the task's `evaluate` gives for a batch. Raises: UsageError where that is something else than scalars by
     name."""
-    with autocast():
+    with autocast_of(config.precision, device)():
         values: Any = task.evaluate(model, task.to_device(batch, device))
     if not isinstance(values, dict):
         raise UsageError(
@@ -218,11 +212,3 @@ def _metrics_of(task: Task, means: dict[str, float]) -> dict[str, float]:
             "them must have another name"
         )
     return metrics
-
-
-def _agreed_names(sums: dict[str, torch.Tensor], world: World) -> list[str]:
-    """The metrics' names on every rank; a rank without blocks knows none, rank 0 always knows them."""
-    if world.world_size == 1:
-        return sorted(sums)
-    own = "\n".join(sorted(sums)).encode() if world.rank == 0 else None
-    return broadcast_bytes(own, 0).decode().split("\n")

@@ -40,8 +40,8 @@ def test_a_data_set_that_runs_dry_ends_no_evaluation_early(num_workers: int) -> 
     """A loop over its batches would take StopIteration for their end, and count the others as zeros."""
     with pytest.raises(RuntimeError, match=r"StopIteration.* item 100 of the data set could not be read"):
         evaluate(
-            nn.Linear(4, 2), Task(), RunsDry(), WORLD, CPU, Config(num_workers=num_workers),
-            block_samples=32,
+            nn.Linear(4, 2), Task(), RunsDry(), WORLD, CPU,
+            Config(num_workers=num_workers, micro_batch_size=32),
         )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def test_what_an_evaluation_draws_is_the_same_in_every_world(monkeypatch: pytest
 
     def run(world: World) -> float:
         data = TensorDataset(torch.ones(100, 4))
-        return evaluate(nn.Linear(4, 2), Noisy(), data, world, CPU, Config(seed=3), block_samples=32)["loss"]
+        return evaluate(nn.Linear(4, 2), Noisy(), data, world, CPU, Config(seed=3, micro_batch_size=32))["loss"]
 
     losses = []
     for seed in (1, 2):
@@ -65,7 +65,7 @@ def test_what_an_evaluation_draws_is_the_same_in_every_world(monkeypatch: pytest
         losses.append(run(WORLD))
     assert losses[0] == losses[1]
     table = torch.zeros(1, 4, dtype=torch.float64)
-    monkeypatch.setattr(evaluation, "broadcast_bytes", lambda *_: b"loss")
+    monkeypatch.setattr(evaluation, "gather_json", lambda _names: [["loss"]])
     monkeypatch.setattr(evaluation, "all_reduce", table.add_)
     for rank in (0, 1):
         run(World(rank=rank, generation=0, members=(make_member(0), make_member(1))))
