@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -241,7 +242,7 @@ class EarlierRun:
                 worker.reporter.write_missing_commits(state, logged)
             barrier()  # as after a loss: who is to write them may die
         if worker.config.reduction == "ordered":
-            self._compare_fingerprints(world)
+            compare_fingerprints(worker, world)
         return restored
 
     def warn_of_parted(self) -> None:
@@ -279,16 +280,30 @@ class EarlierRun:
         )
         return replace(past or NOTHING_SEEN, known=(generation, step, how))
 
-    def _compare_fingerprints(self, world: World) -> None:
-        """Warn where the bits may differ: from those of the run so far, or from member to member."""
-        worker, state = self._worker, self._worker.state
-        found = gather_json(determinism.fingerprint(worker.device))
-        before = state.fingerprint or found[0]
+
+def compare_fingerprints(worker: Worker, world: World) -> None:
+    """Warn where the bits may differ: from those of the run so far, or from member to member. Every rank calls it."""
+    state = worker.state
+    found = gather_json(determinism.fingerprint(worker.device))
+    before = state.fingerprint or found[0]
+    if world.rank == 0:
         for member, now in zip(world.workers, found, strict=True):
-            differences = determinism.compare(before, now)
-            if differences and world.rank == 0:
-                worker.reporter.warn(f"the bits may differ from here on: on {member.name}, {'; '.join(differences)}")
-        state.fingerprint = found[0]
+            _warn_of_bits(worker, member, before, now)
+    state.fingerprint = found[world.rank]
+
+
+def compare_with_peers(worker: Worker, world: World) -> None:
+    """The state is that of others. In ordered mode warn where this worker's bits may differ from theirs: nobody else
+    looks at one that joins."""
+    if worker.config.reduction == "ordered":
+        now = determinism.fingerprint(worker.device)
+        _warn_of_bits(worker, world.me, worker.state.fingerprint, now)
+        worker.state.fingerprint = now
+
+
+def _warn_of_bits(worker: Worker, member: Member, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    if differences := determinism.compare(before, now):
+        worker.reporter.warn(f"the bits may differ from here on: on {member.name}, {'; '.join(differences)}")
 
 
 def startup_seconds(worker: Worker) -> dict[str, float]:

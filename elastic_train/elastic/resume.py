@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from elastic_train.branches import id_of
-from elastic_train.elastic.earlier_run import ALL_GONE, EarlierRun
+from elastic_train.elastic.earlier_run import ALL_GONE, EarlierRun, compare_with_peers
 from elastic_train.elastic.handover import Giving, Handover, Taking
 from elastic_train.elastic.membership import Change, Membership
 from elastic_train.elastic.process_group import set_group_timeout
@@ -162,16 +162,18 @@ class Resume:
                 worker.reporter.write_missing_commits(state, logged_step)
             with state.lock.released() if had_state else nullcontext():
                 barrier()  # nobody goes on from a step whose event is not there: who is to write it may die
+        fingerprint = state.fingerprint
         sync_from_freshest(state, world, steps, check, lambda: worker.reach("send", world), others)
         self.holding = Holding.STATE
         if world.rank == source and others:
             self._tell_apart(world, others)
         voters = [rank for rank in fresh if rank not in others]
         state.last_step = min(told[rank]["last"] for rank in fresh)  # a training function may have ended it early
-        if had_state:
+        if had_state:  # perhaps behind the others, and on a machine of another kind, which it was told of
+            state.fingerprint = fingerprint
             return None, voters
         self._report.interrupted = told[source]["interrupted"]
-        self._leave_own_past()
+        self._leave_own_past(world)
         return Restored("peer", state.step, source), voters
 
     def _tell_apart(self, world: World, others: Mapping[int, Sequence[str]]) -> None:
@@ -213,16 +215,17 @@ class Resume:
         """The state is here: as it was when the world began, or within its first step."""
         self._worker.state.clock.take_over(clock)
         self.holding = Holding.STATE
-        self._leave_own_past()
+        self._leave_own_past(world)
         self._files.note_run(world)
         if self._trainer.has_room_for_handover:
             self._report.state_came_late(world)
 
-    def _leave_own_past(self) -> None:
-        """The others' state is this worker's: its node may have snapshots beside their way."""
+    def _leave_own_past(self, world: World) -> None:
+        """The others' state is this worker's: its node may have snapshots beside their way, and be of another kind."""
         if self._was_left_out:
             self._files.set_branch_aside()
         self._earlier.warn_of_parted()
+        compare_with_peers(self._worker, world)
 
     def _note_branch(self, change: Change) -> None:
         """The state says on which branch it is, from its first world on."""

@@ -98,7 +98,7 @@ class TrainState:
         self.restarts: Branches = ()
         """where this run was split on the way to this state, and where it was begun again from a snapshot"""
         self.fingerprint: dict[str, Any] = {}
-        """what the bits of an ordered run depend on, as it was where its newest steps were trained"""
+        """what the bits of an ordered run depend on, as it is on this worker, or was where this state was saved"""
         self.clock, self.lock, self.step_start = PhaseClock(), StateLock(), StepStart(model)
         self.length, self.global_batch_size, self.num_epochs = length, global_batch_size, epochs
         self.last_step = total_steps(length, global_batch_size, epochs, max_steps)

@@ -6,15 +6,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from elastic_train.config import Config
 from elastic_train.elastic import resume
+from elastic_train.elastic.earlier_run import EarlierRun
 from elastic_train.elastic.membership import Change
+from elastic_train.elastic.restore import Restored
 from elastic_train.elastic.resume import Holding, Resume
+from elastic_train.training import determinism
 from elastic_train.training.ratings import Ratings
 from elastic_train.training.state_lock import StateLock
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
 
+CPU = torch.device("cpu")
 LOGGED = 42
 
 
@@ -33,12 +39,20 @@ def test_nobody_goes_on_from_a_step_whose_event_is_not_written(
         return [{**mine, "step": step, "plain": {}} for step in steps]
 
     nothing = noting("")
-    state = SimpleNamespace(step=steps[rank], last_step=100, ratings=Ratings(), lock=StateLock(), branches=())
+    own = {"cpu": f"of rank {rank}"}
+    state = SimpleNamespace(
+        step=steps[rank], last_step=100, ratings=Ratings(), lock=StateLock(), branches=(), fingerprint=own
+    )
+
+    def take(*_arguments: Any) -> None:
+        done.append("handed over")
+        state.fingerprint = {"cpu": "of whoever is furthest"}
+
     reporter = SimpleNamespace(last_logged_step=lambda: LOGGED, write_missing_commits=noting("written"))
     monkeypatch.setattr(resume, "gather_json", gather)
     monkeypatch.setattr(resume, "plain_hashes", lambda _state: {})
     monkeypatch.setattr(resume, "barrier", noting("all know"))
-    monkeypatch.setattr(resume, "sync_from_freshest", noting("handed over"))
+    monkeypatch.setattr(resume, "sync_from_freshest", take)
     monkeypatch.setattr(resume, "set_group_timeout", lambda _timeout: None)
     job = SimpleNamespace(sees_place=lambda _world: True, note_place=lambda _world, is_shared: None)
     membership: Any = SimpleNamespace(
@@ -56,6 +70,7 @@ def test_nobody_goes_on_from_a_step_whose_event_is_not_written(
     state.lock.hold()
     members = (make_member(0), make_member(1))
     held.into(World(rank, 1, members), Change(), is_formed_ahead=False)
+    assert state.fingerprint is own, "what it saves was trained here"
     source = steps.index(max(steps))
     if max(steps) == LOGGED:
         assert done[-1:] == ["handed over"]
@@ -63,3 +78,82 @@ def test_nobody_goes_on_from_a_step_whose_event_is_not_written(
     else:
         written = ["written"] if rank == source else []
         assert [what for what in done if what] == [*written, "all know", "handed over"]
+
+
+class Hands:
+    """The one that trains hands its state over in a world that was formed ahead."""
+
+    def __init__(self, _state: Any, source: int, loaded: Any) -> None:
+        assert source == 0
+        self._loaded = loaded
+
+    def wait_for_position(self, _check: Any) -> int:
+        return 1
+
+    def begin(self) -> None:
+        pass
+
+    def finish(self, _check: Any) -> None:
+        self._loaded({})
+
+
+@pytest.mark.parametrize("reduction", ["ordered", "fast"])
+@pytest.mark.parametrize("is_formed_ahead", [False, True])
+@pytest.mark.parametrize("other", [None, "GenuineIntel family 6 model 85"])
+def test_who_joins_an_ordered_run_on_a_machine_of_another_kind_warns(
+    other: str | None, is_formed_ahead: bool, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bits differ from there on, and where they are compared machines of two kinds may. What it saves later was
+    trained here."""
+    here = determinism.fingerprint(CPU)
+    there = here if other is None else {**here, "cpu": other}
+    state = SimpleNamespace(
+        step=43, last_step=100, ratings=Ratings(), lock=StateLock(), branches=(), restarts=(), run_uid="run",
+        fingerprint={}, clock=SimpleNamespace(take_over=lambda _clock: None),
+    )  # fmt: skip
+    warnings: list[str] = []
+
+    def nothing(*_arguments: Any, **_named: Any) -> None:
+        pass
+
+    def take(*_arguments: Any) -> None:
+        state.fingerprint = dict(there)
+
+    class Taking(Hands):
+        def finish(self, check: Any) -> None:
+            take()
+            super().finish(check)
+
+    def gather(mine: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{**mine, "step": 43, "logged": 43}, mine]
+
+    monkeypatch.setattr(resume, "gather_json", gather)
+    monkeypatch.setattr(resume, "sync_from_freshest", take)
+    monkeypatch.setattr(resume, "set_group_timeout", nothing)
+    monkeypatch.setattr(resume, "Taking", Taking)
+    membership: Any = SimpleNamespace(
+        job=SimpleNamespace(sees_place=lambda _world: True, note_place=nothing),
+        sockets=SimpleNamespace(require_unbroken=nothing),
+        watcher=SimpleNamespace(do=nothing),
+        side=SimpleNamespace(branch=None),
+        arrival=SimpleNamespace(report_ready=nothing, check=nothing),
+    )
+    trainer: Any = SimpleNamespace(states=SimpleNamespace(comparison=nothing), has_room_for_handover=False)
+    files: Any = SimpleNamespace(finish_claim=nothing, note_run=nothing, claim=nothing)
+    worker: Any = SimpleNamespace(
+        state=state,
+        reporter=SimpleNamespace(last_logged_step=lambda: None, warn=warnings.append),
+        config=Config(reduction=reduction),
+        device=CPU,
+        launch=SimpleNamespace(local_rank=0),
+    )
+    report: Any = SimpleNamespace(interrupted={})
+    earlier = EarlierRun(worker, membership, files)
+    held = Resume(worker, membership, trainer, earlier, files, report, has_trained=False, was_left_out=False)
+    world = World(1, 1, (make_member(0), make_member(1)))
+    restored = held.into(world, Change(joined=(world.me,)), is_formed_ahead=is_formed_ahead).restored
+    assert (restored, held.holding) == (Restored("peer", 43, 0), Holding.STATE)
+    name = world.me.name
+    told = [f"the bits may differ from here on: on {name}, cpu {other} before, {here['cpu']} now"]
+    assert warnings == (told if reduction == "ordered" and other is not None else [])
+    assert state.fingerprint == (here if reduction == "ordered" else there)
