@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from elastic_train.branches import Branches, branches_of
+from elastic_train.errors import add_own_note
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.kept import Arguments, KeptStep, load_extra, load_part
@@ -46,7 +47,8 @@ class TrainState:
         global_batch_size: samples of a whole step, over all ranks.
         epochs, max_steps: where training ends, whichever comes first.
         schedule: `constant` or `cosine` learning rate by committed step, or a function of (committed steps, last step)
-            that gives its share of the peak; None leaves learning rates alone, and a snapshot's are taken over with it.
+            that gives its share of the peak, after the last step too; None leaves learning rates alone, and a
+            snapshot's are taken over with it.
         micro_batch_size: most samples per forward pass on a rank; None for what a rank has in the first world.
         extras: what else is saved and restored, by name.
         has_own_optimizer: its groups may hold more than flags say (some optimizers keep what they have learned there):
@@ -79,8 +81,7 @@ class TrainState:
         """most samples per forward pass on a rank"""
         self.last_loss: float | None = None
         self.last_commits: list[dict[str, Any]] = []
-        """the `step` events of the two newest committed steps, which a rank that takes this state over writes where
-        rank 0 died before it could; the newest is the last"""
+        """`step` events of the two newest commits, the newest last: who takes this state over may have to write them"""
         self.test_metrics: dict[str, float] = {}
         """of the newest evaluation, by name"""
         self.evaluated_step = -1
@@ -112,7 +113,8 @@ class TrainState:
         self.kept.updates.call_before_steps(self.begin_update)
         self._schedule, self._has_own_optimizer = schedule, has_own_optimizer
         self._base_lrs = [rate_of(group) for group in optimizer.param_groups]
-        self._apply_schedule()
+        for step in (self.last_step, 0):  # a table that is one short must not be found out after the last step
+            self._apply_schedule(step)
 
     @property
     def is_finished(self) -> bool:
@@ -184,21 +186,18 @@ class TrainState:
         if has_ended_epoch:
             self.epoch += 1
             self.samples_done = 0
-        self._apply_schedule()
-        self._is_updating = False
+        self._is_updating = False  # the step is done, whatever a schedule of the user's raises
+        self._apply_schedule(self.step)
         return has_ended_epoch
 
     def note_loss(self, loss: float | None) -> None:
         """The newest step's mean over all samples, where it was not known at the commit."""
         self.last_loss = self.last_commits[-1]["loss"] = loss
 
-    def _apply_schedule(self) -> None:
+    def _apply_schedule(self, step: int) -> None:
         if self._schedule is None:
             return
-        if isinstance(self._schedule, str):
-            factor = learning_rate_factor(self._schedule, self.step, self.last_step)
-        else:
-            factor = self._schedule(self.step, self.last_step)
+        factor = learning_rate_factor(self._schedule, step, self.last_step)
         for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             if base_lr is not None:
                 group["lr"] = base_lr * factor
@@ -279,7 +278,7 @@ class TrainState:
         self.evaluated_step, self.stopped_at = int(run.get("evaluated_step", -1)), int(run.get("stopped_at", -1))
         self.branches, self.restarts = branches_of(run.get("branches", ())), branches_of(run.get("restarts", ()))
         self.test_metrics, self.fingerprint = dict(run.get("test_metrics", {})), dict(run.get("fingerprint", {}))
-        self._apply_schedule()
+        self._apply_schedule(self.step)
         self._is_updating = False
 
 
@@ -289,11 +288,19 @@ def total_steps(length: int, global_batch_size: int, epochs: int, max_steps: int
     return steps if max_steps is None else min(steps, max_steps)
 
 
-def learning_rate_factor(schedule: str, step: int, last_step: int) -> float:
-    """Share of the peak learning rate after `step` of `last_step` committed steps.
+def learning_rate_factor(schedule: str | Callable[[int, int], float], step: int, last_step: int) -> float:
+    """Share of the peak learning rate after `step` of `last_step` committed steps, from 0 to all of them.
 
     `cosine` is the half period of SGDR (Loshchilov and Hutter, 2017, equation 5) without restarts.
+
+    Raises: what a function raises, with a note of what it was asked.
     """
+    if not isinstance(schedule, str):
+        try:
+            return schedule(step, last_step)
+        except Exception as error:
+            add_own_note(error, f"the schedule was asked for the learning rate after {step} of {last_step} steps")
+            raise
     if schedule == "constant" or last_step == 0:
         return 1.0
     return 0.5 * (1.0 + math.cos(math.pi * min(step, last_step) / last_step))

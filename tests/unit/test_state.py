@@ -6,6 +6,7 @@ import copy
 import hashlib
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 from elastic_train.elastic.loading import load
 from elastic_train.elastic.trainer import begin_scalers_anew
-from elastic_train.errors import UsageError
+from elastic_train.errors import UsageError, kind_and_line
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.kept import KeptBuffers
@@ -31,7 +32,11 @@ FIXED = "08b03cfd769d59fbbb1c71ef825483d3f1f13873ccdfb57f9431de6e58a47a21"
 
 
 def make_state(
-    seed: int = 0, schedule: str = "cosine", length: int = LENGTH, lr: float = 0.1, **flags: Any
+    seed: int = 0,
+    schedule: str | Callable[[int, int], float] = "cosine",
+    length: int = LENGTH,
+    lr: float = 0.1,
+    **flags: Any,
 ) -> TrainState:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
@@ -102,6 +107,31 @@ class TestSchedule:
         for _ in range(5):
             assert learning_rate(state) == 0.1
             state.commit(0.0)
+
+    def test_a_schedule_without_an_answer_for_the_end_is_known_at_once(self) -> None:
+        """It would raise after the last commit: the commonest slip in a table, and in a division."""
+        table = [1.0] * (3 * STEPS_PER_EPOCH)
+        with pytest.raises(IndexError) as told:
+            make_state(schedule=lambda step, _last: table[step])
+        asked = f"the schedule was asked for the learning rate after {len(table)} of {len(table)} steps"
+        assert kind_and_line(told.value) == f"IndexError: list index out of range ({asked})"
+        make_state(schedule=lambda step, _last: table[step], max_steps=len(table) - 1)
+
+    def test_a_step_whose_schedule_fails_is_committed(self) -> None:
+        """All ranks fail alike, and what is saved for mended code has that step."""
+        table = {0: 1.0, 1: 0.5, 3 * STEPS_PER_EPOCH: 0.0}
+        state = make_state(schedule=lambda step, _last: table[step])
+        state.remember()
+        step(state, 0)
+        state.remember()
+        with pytest.raises(KeyError):
+            step(state, 1)
+        assert not state.rollback(), "there is nothing to take back"
+        assert (state.step, state.samples_done, state.is_whole) == (2, 2 * BATCH, True)
+        mended = make_state(seed=1, schedule=lambda step, _last: 1.0 / (step + 1))
+        mended.load_state_dict(state.state_dict())
+        assert learning_rate(mended) == pytest.approx(0.1 / 3)
+        assert state_sha256(mended.model.state_dict()) == state_sha256(state.model.state_dict())
 
     def test_groups_keep_their_own_peak(self) -> None:
         layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
