@@ -27,6 +27,8 @@ class AveragedWeights:
         self._wide: dict[int, torch.Tensor] = {}
         """in float32, by their place, the averages of trained parameters of 16 bits, which would round each move away;
         the model has them rounded"""
+        self._infinite: set[int] | None = None
+        """places of parameters that hold infinities, as a mask does; None until an update has looked"""
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -35,11 +37,19 @@ class AveragedWeights:
         for place in self._narrow:
             if theirs[place].requires_grad and place not in self._wide:
                 self._wide[place] = ours[place].float()
-        floats = [place for place in self._floats if place not in self._wide] if self._wide else self._floats
+        if self._infinite is None:  # once: it waits for the device
+            self._infinite = {i for i in self._floats if not (ours[i].sum() + theirs[i].sum()).isfinite()}
+        apart = self._wide.keys() | self._infinite
+        floats = [place for place in self._floats if place not in apart] if apart else self._floats
         if floats:
             torch._foreach_lerp_([ours[i] for i in floats], [theirs[i] for i in floats], 1.0 - self._decay)
-        for place, wide in self._wide.items():  # one by one: there is a copy of each, and not of all
-            ours[place].copy_(wide.lerp_(theirs[place].float(), 1.0 - self._decay))
+        for place in apart:  # one by one: there is a copy of each, and not of all
+            average = self._wide.get(place, ours[place])
+            weights = theirs[place].to(average.dtype)
+            average.lerp_(weights, 1.0 - self._decay)
+            if place in self._infinite:  # which have no mean: of infinity and infinity it would be NaN
+                average.copy_(torch.where(average.isnan(), weights, average))
+            ours[place].copy_(average)
         layers = dict(self.model.named_modules())
         for place, layer in model.named_modules():
             if place in layers and (layer._buffers or layers[place]._buffers):
@@ -57,6 +67,7 @@ class AveragedWeights:
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Of `state_dict`, or the model's own."""
         self._wide.clear()
+        self._infinite = None
         self.model.load_state_dict(state_dict)
         for name, place in self._places():
             given = state_dict.get(name)

@@ -143,6 +143,39 @@ def test_the_average_follows_the_weights() -> None:
     assert equal(other.state_dict(), state)
 
 
+class Masked(nn.Module):
+    """Its mask is a parameter, which holds infinities; half of it is opened on the way."""
+
+    def __init__(self, dtype: torch.dtype, *, is_trained: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2, dtype=dtype)
+        self.mask = nn.Parameter(torch.tensor([0.0, -torch.inf, -torch.inf], dtype=dtype), requires_grad=is_trained)
+
+
+@pytest.mark.parametrize("is_trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_average_of_infinities_is_the_weights_own(dtype: torch.dtype, is_trained: bool) -> None:
+    """Of two it would be NaN, and every evaluation with it."""
+    model = Masked(dtype, is_trained=is_trained)
+    averaged = AveragedWeights(model, decay=0.75)
+    restored = AveragedWeights(model, decay=0.75)
+    for opened in (0, 0, 1, 1):
+        with torch.no_grad():
+            model.mask[1 : 1 + opened] = 8.0
+            model.mask[0] += 4.0
+            model.layer.weight.add_(1.0)
+        averaged.update(model)
+        restored.load_state_dict(averaged.state_dict())
+    mask = averaged.state_dict()["mask"]
+    assert mask[1:].tolist() == [8.0, -torch.inf]
+    if dtype == torch.float32 or is_trained:  # a frozen one is averaged in its own type
+        assert float(mask[0]) == 4.0 * (0.25 * (4 + 0.75 * 3 + 0.75**2 * 2 + 0.75**3))
+    averaged.update(model)
+    restored.update(model)
+    assert equal(restored.state_dict(), averaged.state_dict())
+    assert all(one.isfinite().all() for one in averaged.model.layer.parameters())
+
+
 class Narrow(nn.Module):
     """Tied weights in 16 bits, a layer in 32 and a buffer."""
 
