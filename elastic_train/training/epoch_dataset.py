@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from inspect import getattr_static, signature
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,16 @@ _WITHOUT_DRAWS = (TensorDataset, TensorImages, SyntheticImages)
 """to seed generators for their whole batches would take longer than to read these"""
 
 
+class _Told:
+    """What a data set was told in this process, whoever has read it."""
+
+    epoch: int | None = None
+
+
+_known: WeakValueDictionary[int, _Told] = WeakValueDictionary()
+"""by the data set's id, for as long as a reader has it; a data set need not be hashable"""
+
+
 class EpochDataset(Dataset[Any]):
     """Any map-style data set, for a DataLoader whose `batch_sampler` yields micro-batches.
 
@@ -35,7 +46,7 @@ class EpochDataset(Dataset[Any]):
 
     A method `set_epoch` of the data set that takes one argument is called before the first micro-batch of an epoch, in
     every process that reads one: what a training function calls reaches none that runs already. What it draws is the
-    same in each.
+    same in each. Where several read one data set in a process, each knows what another one has told it.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any] = default_collate) -> None:
@@ -51,7 +62,7 @@ class EpochDataset(Dataset[Any]):
             self._gather = self._select
         set_epoch = getattr(dataset, "set_epoch", None)
         self._set_epoch: Callable[[int], Any] | None = set_epoch if _takes_one(set_epoch) else None
-        self._epoch: int | None = None
+        self._told = _known.setdefault(id(dataset), _Told())
         self._seed = seed
         self._draws_nothing = self._gather is not None and type(dataset) in _WITHOUT_DRAWS
 
@@ -61,13 +72,18 @@ class EpochDataset(Dataset[Any]):
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
         if len(micro_batch.indices) == 0:
             return micro_batch, None
-        if self._set_epoch is not None and micro_batch.epoch != self._epoch:
-            self._epoch = micro_batch.epoch
-            SeededItems(self._seed).read(self._set_epoch, np.array([self._epoch]), self._epoch)
+        self._tell(micro_batch.epoch)
         return micro_batch, self.read(micro_batch.indices, micro_batch.epoch)
 
+    def _tell(self, epoch: int) -> None:
+        if self._set_epoch is not None and epoch != self._told.epoch:
+            SeededItems(self._seed).read(self._set_epoch, np.array([epoch]), epoch)
+            self._told.epoch = epoch
+
     def read(self, indices: npt.NDArray[np.int64], epoch: int = 0) -> Any:
-        """The batch of these samples, one at least."""
+        """The batch of these samples, one at least; beside training, of the epoch that the data set was told last."""
+        if self._told.epoch is None:
+            self._tell(epoch)
         if self._gather is None:
             return self._items.read(self.dataset.__getitem__, indices, epoch, self._collate)
         gather = self._gather

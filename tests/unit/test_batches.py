@@ -265,3 +265,51 @@ def test_a_stand_in_is_another_batch_each_time_and_draws_nothing_here(num_worker
     first.zero_()  # as a loss may change its batch
     assert torch.equal(make(), expected)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Permuted(Dataset[torch.Tensor]):
+    """It has an order from its first epoch on. No two of them are equal, and none can be hashed."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    def __len__(self) -> int:
+        return 5
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told.append(epoch)
+        self.order = [(index + epoch) % 5 for index in range(5)]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([self.told[-1], self.order[index]])
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before its first batch", "after it"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_rank_without_samples_reads_a_data_set_that_is_told_its_epoch(num_workers: int, is_first: bool) -> None:
+    """As a newcomer does in its first step; and in steps that are cut so that one rank has none in some."""
+    data, config = Permuted(), Config(num_workers=num_workers, global_batch_size=2, epochs=3)
+    worker: Any = SimpleNamespace(
+        config=config,
+        task=SimpleNamespace(train_set=data, collate=default_collate),
+        reporter=SimpleNamespace(warn=pytest.fail),
+    )
+    make = stand_in_batch(worker)
+    if is_first:
+        assert make().tolist() == [[0, 0]]
+    model = torch.nn.Linear(2, 1)
+    state = TrainState(model, torch.optim.SGD(model.parameters()), length=5, global_batch_size=2, epochs=3)
+    state.epoch, state.step = 1, 3
+    world = World(rank=0, generation=0, members=(MEMBER,))
+    found = []
+    for ((_, batch),) in steps(data, default_collate, state, world, config, CPU):
+        found += batch.tolist()
+        assert make().shape == (1, 2)
+    assert sorted(found) == [[epoch, item] for epoch in (1, 2) for item in range(5)]
+    if num_workers == 0:
+        assert data.told == [*([0] if is_first else []), 1, 2], "once in each epoch"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from elastic_train.config import Config
 from elastic_train.training import evaluation
-from elastic_train.training.evaluation import evaluate
+from elastic_train.training.evaluation import evaluate, find_no_sum
 from elastic_train.training.step import seed_model_draws
 from elastic_train.training.tasks import Task
 from elastic_train.world import World
@@ -43,6 +44,32 @@ def test_a_data_set_that_runs_dry_ends_no_evaluation_early(num_workers: int) -> 
             nn.Linear(4, 2), Task(), RunsDry(), WORLD, CPU,
             Config(num_workers=num_workers, micro_batch_size=32),
         )  # fmt: skip
+
+
+class Late(TensorDataset):
+    """Its items are there when it knows the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.is_ready = True
+
+    def __getitem__(self, index: int) -> Any:
+        assert self.is_ready
+        return super().__getitem__(index)
+
+
+class Counting(Task):
+    def evaluate(self, model: nn.Module, batch: Any) -> Any:
+        return {"mean": batch[0].mean() + 1.0}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_whether_a_task_gives_sums_is_asked_of_a_test_set_that_is_told_its_epoch(num_workers: int) -> None:
+    found = find_no_sum(
+        nn.Linear(4, 2), Counting(), Late(torch.ones(8, 4)), CPU, Config(num_workers=num_workers),
+        block_samples=4, autocast=nullcontext,
+    )  # fmt: skip
+    assert found is not None
+    assert found.startswith("Counting.evaluate gives 'mean' = 2 for 4 samples, and 2 and 2 for its halves: no sum")
 
 
 class Noisy(Task):
