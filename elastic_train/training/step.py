@@ -18,7 +18,7 @@ from elastic_train.errors import TrainingDiverged, UsageError, first_line
 from elastic_train.training.optimizers import parameters_of
 from elastic_train.training.reduction import Loss, Reduction, Share, StepTotals, freeze_statistics
 from elastic_train.training.sampler import MicroBatch
-from elastic_train.training.state import TrainState
+from elastic_train.training.state import TrainState, dense_parts
 from elastic_train.training.tasks import Task
 from elastic_train.wording import kind_of
 
@@ -139,8 +139,12 @@ def _unscaled(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _is_left_to_scaler(state: TrainState) -> bool:
-    """fp16 overflows now and then: the scaler skips the step and halves the scale, down to 1 before it is an error."""
-    return state.scaler is not None and state.scaler.get_scale() > 1.0
+    """fp16 overflows now and then: the scaler skips the step and halves the scale, down to 1 before it is an error. It
+    goes by the gradients: where these are finite, the loss would stay as it is for ever."""
+    if state.scaler is None or state.scaler.get_scale() <= 1.0:
+        return False
+    gradients = (one.grad for one in parameters_of(state.optimizer) if one.grad is not None)
+    return not all(part.isfinite().all() for gradient in gradients for part in dense_parts(gradient))
 
 
 def task_loss(

@@ -15,7 +15,7 @@ from torch import nn
 
 from elastic_train.elastic.loading import load
 from elastic_train.elastic.trainer import begin_scalers_anew
-from elastic_train.errors import UsageError, kind_and_line
+from elastic_train.errors import TrainingDiverged, UsageError, kind_and_line
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.kept import KeptBuffers
@@ -645,6 +645,30 @@ def test_an_overflow_that_the_scaler_skips_leaves_no_trace_in_the_statistics() -
     state.commit(float("inf"))
     assert all(torch.equal(value, before[name]) for name, value in state.model.named_buffers())
     assert all(parameter.isfinite().all() for parameter in state.model.parameters())
+
+
+@pytest.mark.parametrize("layout", ["dense", "sparse"])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_a_loss_that_is_nan_over_finite_gradients_is_no_overflow(scale: float, layout: str) -> None:
+    """A scaler goes by the gradients. It would let each step count, with that loss."""
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=layout == "sparse"), nn.BatchNorm1d(2))
+    state = TrainState(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=scale),
+        length=16, global_batch_size=4, epochs=1,
+    )  # fmt: skip
+    before = [one.detach().clone() for one in model.parameters()]
+
+    class Detached:
+        """A term of the loss that trains nothing is NaN."""
+
+        def run(self, _share: object, _loss: object, scale: Any, votes: object) -> StepTotals:
+            scale(model(torch.arange(4)).sum()).backward()
+            return StepTotals(math.nan, (0, 0, 0))
+
+    with pytest.raises(TrainingDiverged, match=r"^the loss of step 1 \(epoch 1\) is nan; "):
+        train_step(state, [], Detached(), lambda *_: torch.zeros(()), (0, 0, 0))
+    assert state.is_whole
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("is_used", [True, False], ids=["used before", "in the first step"])
