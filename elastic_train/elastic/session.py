@@ -154,7 +154,7 @@ class Training:
 
         Raises:
             TrainingDiverged: it is NaN or infinite, on every rank alike; the weights are those before the step.
-            RuntimeError: as `parallel`. UsageError: something else than the model is trained.
+            RuntimeError: as `parallel`. UsageError: the loss trains something else than the model, or freezes it.
         """
         step = self._steps.required()
         self._parallel.require_none()

@@ -27,7 +27,7 @@ from elastic_train.elastic.whole_steps import (
     ALONE,
     BatchLoss,
     Beginning,
-    FrozenParts,
+    PassChecks,
     WholeSteps,
     stand_in_batch,
     warm_up,
@@ -74,7 +74,7 @@ class Trainer:
         self.last_votes: Votes = NO_VOTES
         """what this rank said in the last step"""
         self.states = StateChecks(worker, membership)
-        self._frozen = FrozenParts(worker, membership)
+        self._passes = PassChecks(worker, membership)
         self._hints = LoopHints(worker)
         # A SyncBatchNorm would take a sample of the newcomer's into everybody's statistics.
         has_sync = any(isinstance(module, nn.SyncBatchNorm) for module in worker.state.model.modules())
@@ -217,7 +217,7 @@ class Trainer:
             self._require_unbroken,
         )  # fmt: skip
         self._ddp_modules = parallel.made
-        whole = WholeSteps(worker, membership, world, begin, self.states, self._stand_in, self._frozen)
+        whole = WholeSteps(worker, membership, world, begin, self.states, self._stand_in, self._passes)
         if self._is_bundled:  # before its first batch
             whole.prepare()
         steps.turn_to_function()

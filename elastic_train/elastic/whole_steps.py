@@ -85,7 +85,7 @@ class WholeSteps:
         begin: is finished within the first ones.
         states: compares what the ranks have begun with.
         stand_in: makes a batch of one sample, for a rank that has none in a step; its weight is 0.
-        frozen: the worker's, of all its worlds.
+        passes: the worker's, of all its worlds.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class WholeSteps:
         begin: Beginning,
         states: StateChecks,
         stand_in: Callable[[], Any],
-        frozen: FrozenParts,
+        passes: PassChecks,
     ) -> None:
         self._worker, self._membership, self._world = worker, membership, world
-        self._begin, self._states, self._stand_in, self._frozen = begin, states, stand_in, frozen
+        self._begin, self._states, self._stand_in, self._passes = begin, states, stand_in, passes
         self._reduction: Reduction | None = None
         self._others: list[nn.Parameter] = []
         """that are trained and no part of the model: nobody would sum their gradients"""
@@ -113,6 +113,7 @@ class WholeSteps:
             self._looks = why_closed_in(self._worker, self._world) == ""
             state = self._worker.state
             self._others = parameters_beside([state.model], state.kept.updates.optimizers)
+            self._passes.enter(self._world)
             self._reduction = _make_reduction(self._worker, self._membership, self._world)
             if self._begin.handover is not None:
                 self._begin.handover.begin()
@@ -139,18 +140,22 @@ class WholeSteps:
         self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
     ) -> StepTotals:
         """As `Reduction.run`. Raises: FormationFailed where the group was broken off. StatesDiffer. UsageError where
-        the loss trains what is no part of the model; as `FrozenParts.look`."""
+        the loss trains what is no part of the model; as `PassChecks.look`."""
         reduction, begin = self.prepare(), self._begin
         comparison = None if begin.is_handed_over else begin.comparison
         if comparison is not None:
             comparison.begin()
         gradients = self._gradients_beside()
-        self._frozen.note(self._world)
-        totals = reduction.run(micro_batches, loss, scale, votes)
+        self._passes.note()
+        try:
+            totals = reduction.run(micro_batches, loss, scale, votes)
+        except UsageError:
+            self._passes.require_same_trained()  # of a parameter that was frozen meanwhile DDP knows no cause
+            raise
         if gradients != self._gradients_beside():
             shapes = [str(tuple(one.shape)) for one in self._others if one.grad is not None]
             raise UsageError(f"the loss trains {named(shapes)} beside the model, and {MODEL_ALONE}")
-        self._frozen.look()
+        self._passes.look()
         if self._looks:
             self._look_for_unused(self._worker.state.step + 1)
         self._finish(begin)
@@ -198,25 +203,58 @@ class WholeSteps:
             clip_gradients(state.optimizer, state.scaler, limit)
 
 
-class FrozenParts:
-    """Frozen parameters, which the passes of a step must leave alone: they would move with each pass, so that they
-    depend on how many of them a rank has, and on whether the step is done again. What a loss does to them does not
-    change with the world: they are looked at in a worker's first steps alone, for a recovery waits for it."""
+class PassChecks:
+    """Looks at what the passes of a step must leave alone, for one worker.
+
+    Which parameters are trained: a reduction sums the gradients of those that were when the step began. What a loss
+    thaws would be trained by this rank's own gradient, what it freezes be waited for.
+
+    Frozen parameters: they would move with each pass, so that they depend on how many of them a rank has, and on
+    whether the step is done again. What a loss does to them does not change with the world: they are looked at in a
+    worker's first steps alone, for a recovery waits for it.
+    """
 
     def __init__(self, worker: Worker, membership: Membership) -> None:
         self._worker, self._state, self._membership = worker, worker.state, membership
         self._is_ordered = worker.config.reduction == "ordered"
+        self._tells = False
+        """whether this rank tells of weights that are written; with fast reduction rank 0 warns for all"""
+        self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._are_trained: list[bool] = []
         self._steps_left = FROZEN_STEPS
         self._hashes: dict[str, list[int]] = {}
 
-    def note(self, world: World) -> None:
+    def enter(self, world: World) -> None:
+        """The steps of a world begin."""
+        self._tells = self._is_ordered or world.rank == 0
+        self._parameters = list(self._state.model.named_parameters())
+
+    def note(self) -> None:
         """The passes of a step begin. Blocks for the device in a worker's first steps, where something is frozen, on
         each rank that would tell."""
-        frozen = _frozen(self._state) if self._steps_left and (self._is_ordered or world.rank == 0) else {}
+        self._are_trained = [parameter.requires_grad for _, parameter in self._parameters]
+        frozen = _frozen(self._state) if self._steps_left and self._tells else {}
         self._hashes = hashes_by_name(frozen) if frozen else {}
 
     def look(self) -> None:
         """They are over. Raises: UsageError."""
+        self.require_same_trained()
+        self._look_at_frozen()
+
+    def require_same_trained(self) -> None:
+        """Raises: UsageError where other parameters are trained than when the passes began."""
+        changed = [
+            name
+            for (name, parameter), was_trained in zip(self._parameters, self._are_trained, strict=True)
+            if parameter.requires_grad != was_trained
+        ]
+        if changed:
+            raise UsageError(
+                f"the loss freezes or thaws {named(changed)} within a step, which sums the gradients of what was "
+                "trained when it began: do it between steps, alike on every rank, in a training function of your own"
+            )
+
+    def _look_at_frozen(self) -> None:
         self._steps_left = max(0, self._steps_left - 1)
         if not self._hashes:
             return

@@ -1098,8 +1098,8 @@ def whole_steps(
     nothing: Any = None
     membership: Any = SimpleNamespace(sockets=sockets, watcher=SimpleNamespace(do=do))
     worker: Any = SimpleNamespace(config=parse([]), state=SimpleNamespace(optimizer=None))
-    frozen: Any = SimpleNamespace(note=lambda _world: None, look=lambda: None)
-    steps = WholeSteps(worker, membership, nothing, begin, StateChecks(worker, membership), nothing, frozen)
+    passes: Any = SimpleNamespace(note=lambda: None, look=lambda: None)
+    steps = WholeSteps(worker, membership, nothing, begin, StateChecks(worker, membership), nothing, passes)
     steps._reduction = inner
     return steps
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from elastic_train.elastic import whole_steps
@@ -47,6 +48,7 @@ class Momentum(Watched):
         return Following(moves=self.moves)
 
 
+PAIR = World(rank=1, generation=0, members=(make_member(0), make_member(1)))
 CHANGED = "a forward pass changed what is frozen: 2 parameters (key.weight, key.bias)"
 
 
@@ -109,9 +111,74 @@ def test_what_nobody_would_tell_is_not_looked_for(monkeypatch: pytest.MonkeyPatc
     looked = []
     monkeypatch.setattr(whole_steps, "hashes_by_name", looked.append)
     loop, _, _ = make_loop(Momentum(moves=True))
-    loop._frozen.note(World(rank=1, generation=0, members=(make_member(0), make_member(1))))
-    loop._frozen.look()
+    loop._passes.enter(PAIR)
+    loop._passes.note()
+    loop._passes.look()
     assert looked == []
+
+
+class Toggling(Watched):
+    """Freezes or thaws the bias, as the loss of the second step begins."""
+
+    def __init__(self, *, is_thawed: bool, is_put_back: bool = False) -> None:
+        super().__init__()
+        self.is_thawed, self.is_put_back, self.num_calls = is_thawed, is_put_back, 0
+
+    def build_model(self) -> nn.Module:
+        self.model = nn.Linear(1, 2)
+        self.model.bias.requires_grad_(not self.is_thawed)
+        return self.model
+
+    def loss(self, module: nn.Module, batch: Any) -> torch.Tensor:
+        self.num_calls += 1
+        self.found = {name: one.detach().clone() for name, one in self.model.named_parameters()}
+        if self.num_calls > 1:
+            self.model.bias.requires_grad_(self.is_thawed)
+        loss = super().loss(module, batch)
+        if self.is_put_back:
+            self.model.bias.requires_grad_(not self.is_thawed)
+        return loss
+
+
+TOGGLED = "the loss freezes or thaws 1 parameter (bias) within a step, which sums the gradients of what was trained"
+
+
+@pytest.mark.parametrize("is_thawed", [True, False])
+@pytest.mark.parametrize("reduction", ["ordered", "fast"])
+def test_what_is_frozen_or_thawed_within_a_step_is_refused(reduction: str, *, is_thawed: bool) -> None:
+    """Its gradient would be this rank's own: in a world of one, too, which others may join."""
+    task = Toggling(is_thawed=is_thawed)
+    loop, state, told = make_loop(task, reduction=reduction, virtual_ranks=1)
+    with pytest.raises(UsageError) as raised:
+        loop.run(WORLD, steps(task))
+    assert str(raised.value).startswith(TOGGLED)
+    assert (state.step, told) == (1, ["step"])
+    torch.testing.assert_close(dict(task.model.named_parameters()), task.found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["ordered", "fast"])
+def test_a_loss_may_put_back_what_it_freezes(reduction: str) -> None:
+    task = Toggling(is_thawed=False, is_put_back=True)
+    loop, _, told = make_loop(task, reduction=reduction, virtual_ranks=1)
+    loop.run(WORLD, steps(task))
+    assert told == ["step", "step"]
+
+
+@pytest.mark.parametrize("is_thawed", [True, False])
+def test_of_several_ranks_each_says_so(*, is_thawed: bool) -> None:
+    """DDP alone would sum nothing of what was thawed, and ask for --find-unused-parameters for what was frozen. In a
+    process group of one, which every rank of a larger one goes through alike."""
+    task = Toggling(is_thawed=is_thawed)
+    loop, state, _ = make_loop(task)
+    task.num_calls = 1
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UsageError) as raised:
+            loop.run(PAIR, steps(task))
+    finally:
+        dist.destroy_process_group()
+    assert str(raised.value).startswith(TOGGLED)
+    assert state.step == 0
 
 
 def make_towers(loss: Callable[[nn.Module, nn.Module, Any], torch.Tensor]) -> tuple[Any, Any, nn.Module]:
