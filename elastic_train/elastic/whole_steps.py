@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from elastic_train.config import Config
 from elastic_train.elastic.handover import Handover
@@ -209,6 +210,15 @@ class PassChecks:
     Which parameters are trained: a reduction sums the gradients of those that were when the step began. What a loss
     thaws would be trained by this rank's own gradient, what it freezes be waited for.
 
+    Trained weights: until a step's gradient is applied they are those of the last commit, on every rank. So they are
+    handed to newcomers meanwhile, and nothing keeps them for a step that is done again. Each in-place write shows in
+    the parameter's version counter, in every step, at the cost of microseconds. Whether it has changed a bit does not:
+    that would take a copy, and a wait for the device. So a write that changes nothing when it comes again, as a clamp
+    or a maximal norm, is taken for any other. Nor is it harmless: a rank without samples at an epoch's end makes no
+    pass in ordered mode, and in a step that is broken off some have made theirs. Spectral norm and other
+    parametrizations write buffers alone; what an optimizer's hook writes is no part of the passes. A write through
+    `.data` is not seen.
+
     Frozen parameters: they would move with each pass, so that they depend on how many of them a rank has, and on
     whether the step is done again. What a loss does to them does not change with the world: they are looked at in a
     worker's first steps alone, for a recovery waits for it.
@@ -219,40 +229,68 @@ class PassChecks:
         self._is_ordered = worker.config.reduction == "ordered"
         self._tells = False
         """whether this rank tells of weights that are written; with fast reduction rank 0 warns for all"""
-        self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._names: list[str] = []
+        self._parameters: list[nn.Parameter] = []
+        self._lazy: set[str] = set()
+        """those that get their shape, and are written, in the world's first pass"""
         self._are_trained: list[bool] = []
+        self._versions: list[int] = []
+        self._has_warned = False
         self._steps_left = FROZEN_STEPS
         self._hashes: dict[str, list[int]] = {}
 
     def enter(self, world: World) -> None:
         """The steps of a world begin."""
         self._tells = self._is_ordered or world.rank == 0
-        self._parameters = list(self._state.model.named_parameters())
+        self._names = [name for name, _ in self._state.model.named_parameters()]
+        self._parameters = list(self._state.model.parameters())
+        self._lazy = {name for name, one in zip(self._names, self._parameters, strict=True) if is_lazy(one)}
 
     def note(self) -> None:
         """The passes of a step begin. Blocks for the device in a worker's first steps, where something is frozen, on
         each rank that would tell."""
-        self._are_trained = [parameter.requires_grad for _, parameter in self._parameters]
+        self._are_trained = [one.requires_grad for one in self._parameters]
+        self._versions = self._versions_of_trained()
         frozen = _frozen(self._state) if self._steps_left and self._tells else {}
         self._hashes = hashes_by_name(frozen) if frozen else {}
 
     def look(self) -> None:
         """They are over. Raises: UsageError."""
         self.require_same_trained()
+        if self._tells and not self._has_warned:
+            self._look_at_trained()
         self._look_at_frozen()
 
     def require_same_trained(self) -> None:
         """Raises: UsageError where other parameters are trained than when the passes began."""
-        changed = [
-            name
-            for (name, parameter), was_trained in zip(self._parameters, self._are_trained, strict=True)
-            if parameter.requires_grad != was_trained
-        ]
+        changed = self._differing(self._are_trained, [one.requires_grad for one in self._parameters])
         if changed:
             raise UsageError(
                 f"the loss freezes or thaws {named(changed)} within a step, which sums the gradients of what was "
                 "trained when it began: do it between steps, alike on every rank, in a training function of your own"
             )
+
+    def _differing(self, before: Sequence[int], now: Sequence[int]) -> list[str]:
+        """The names of the parameters of which that differs."""
+        if before == now:  # in each step
+            return []
+        return [name for name, one, other in zip(self._names, before, now, strict=True) if one != other]
+
+    def _versions_of_trained(self) -> list[int]:
+        """0 of the others, which may have none."""
+        pairs = zip(self._parameters, self._are_trained, strict=True)
+        return [one._version if is_trained else 0 for one, is_trained in pairs]
+
+    def _look_at_trained(self) -> None:
+        written = [one for one in self._differing(self._versions, self._versions_of_trained()) if one not in self._lazy]
+        if not written:
+            return
+        self._has_warned = True
+        what = f"a forward pass writes what is trained: {named(written)}"
+        cure = "write it after the optimizer's step (optimizer.register_step_post_hook)"
+        if self._is_ordered:
+            raise UsageError(f"--reduction ordered: {what}, once in each micro-batch, so the world decides: {cure}")
+        self._worker.reporter.warn(f"{what}; where a step is broken off, or a node joins, ranks come to differ: {cure}")
 
     def _look_at_frozen(self) -> None:
         self._steps_left = max(0, self._steps_left - 1)

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from elastic_train.elastic import whole_steps
 from elastic_train.elastic.own_parallel import Wrapped
@@ -179,6 +181,112 @@ def test_of_several_ranks_each_says_so(*, is_thawed: bool) -> None:
         dist.destroy_process_group()
     assert str(raised.value).startswith(TOGGLED)
     assert state.step == 0
+
+
+class Writing(nn.Linear):
+    """A layer whose forward pass writes its weights in place, as forced weight normalisation does."""
+
+    def __init__(self, write: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+        super().__init__(1, 2)
+        self.write = write
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.write is not None:
+            with torch.no_grad():
+                self.weight.copy_(self.write(self.weight))
+        return super().forward(inputs)
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 2, max_norm=0.1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.table(inputs.flatten().long())
+        return outputs
+
+
+class Checkpointed(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = checkpoint(super().forward, inputs, use_reentrant=False)
+        return outputs
+
+
+class Built(Watched):
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.build_model = build  # type: ignore[method-assign]
+
+
+WRITTEN = "a forward pass writes what is trained: 1 parameter"
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (lambda: Writing(lambda weight: weight / weight.norm()), "weight"),
+        (lambda: Writing(lambda weight: weight.clamp(-0.01, 0.01)), "weight"),
+        (lambda: nn.Sequential(Writing(lambda weight: weight)), "0.weight"),
+        (Embedded, "table.weight"),
+    ],
+    ids=["normalised", "clamped", "nothing changes", "max_norm"],
+)
+@pytest.mark.parametrize("reduction", ["ordered", "fast"])
+def test_trained_weights_that_a_forward_pass_writes(reduction: str, build: Callable[[], nn.Module], name: str) -> None:
+    """Whether the write changes a bit is not known: the next one may, or that of another rank."""
+    task = Built(build)
+    loop, state, told = make_loop(task, reduction=reduction, virtual_ranks=1)
+    if reduction == "ordered":
+        with pytest.raises(UsageError) as raised:
+            loop.run(WORLD, steps(task))
+        assert str(raised.value).startswith(f"--reduction ordered: {WRITTEN} ({name}), once in each micro-batch")
+        assert (state.step, told) == (0, [])
+        return
+    loop.run(WORLD, steps(task))
+    warning, *others = told
+    assert others == ["step", "step"], "it is told once"
+    assert warning.startswith(f"warning: {WRITTEN} ({name}); where a step is broken off")
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: spectral_norm(nn.Linear(1, 2)),
+        lambda: nn.utils.spectral_norm(nn.Linear(1, 2)),
+        lambda: weight_norm(nn.Linear(1, 2)),
+        lambda: nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)),
+        lambda: Checkpointed(1, 2),
+        lambda: nn.LazyLinear(2),
+    ],
+    ids=["spectral_norm", "old spectral_norm", "weight_norm", "BatchNorm", "checkpoint", "lazy"],
+)
+@pytest.mark.parametrize("reduction", ["ordered", "fast"])
+@pytest.mark.filterwarnings("ignore:.*torch.nn.utils.spectral_norm:FutureWarning")
+def test_what_writes_no_trained_weight_is_let_through(reduction: str, build: Callable[[], nn.Module]) -> None:
+    task = Built(build)
+    loop, _, told = make_loop(task, reduction=reduction, virtual_ranks=1)
+    loop.run(WORLD, steps(task))
+    assert told == ["step", "step"]
+
+
+@pytest.mark.parametrize("reduction", ["ordered", "fast"])
+def test_weights_may_be_written_outside_of_the_passes(reduction: str) -> None:
+    """By another optimizer, or by hand, between a step and its commit or after it."""
+
+    def train(training: Any) -> None:
+        other = torch.optim.SGD(training.model.parameters(), lr=0.1)
+        for share in training.shares():
+            loss = training.step(share, lambda module, batch: module(batch[0]).square().mean())
+            with torch.no_grad():
+                training.model.weight.clamp_(-0.01, 0.01)
+            training.commit(loss)
+            other.step()
+
+    loop, state, told = make_loop(Watched(), train, reduction=reduction, virtual_ranks=1)
+    loop.run(WORLD, steps(Watched()))
+    assert state.step == 2
+    assert not [line for line in told if "writes" in line]
 
 
 def make_towers(loss: Callable[[nn.Module, nn.Module, Any], torch.Tensor]) -> tuple[Any, Any, nn.Module]:
