@@ -6,7 +6,9 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 from elastic_train.runlog.reader import Line, float_of, int_of, member_of, read_events, read_json, time_of
@@ -75,19 +77,17 @@ def read_workers(directory: Path, now: float, is_alive: IsAlive) -> list[WorkerL
     """The event files that tell how a run stands, oldest first: the newest ones, those of who may wait, and those of
     all members of the newest world, most of whom write nothing for hours. Raises OSError other than for a missing
     directory."""
-    try:
-        entries = [entry for entry in os.scandir(directory) if entry.name.endswith(".jsonl")]
-    except FileNotFoundError:
-        return []
-    entries.sort(key=lambda entry: entry.stat().st_mtime, reverse=True)
-    unread = {member_of(Path(entry.path)): entry for entry in entries}
+    unread = {member_of(Path(entry.path)): entry for entry in _newest_files(directory)}
     found: list[WorkerLines] = []
 
     def read(members: Iterable[str]) -> bool:
         """Whether there were any that had not been read."""
         chosen = {member: unread.pop(member) for member in list(members) if member in unread}
         for member, entry in chosen.items():
-            if lines := list(filter(is_event, read_events(Path(entry.path)))):
+            lines: list[Line] = []
+            with suppress(FileNotFoundError):
+                lines = list(filter(is_event, read_events(Path(entry.path))))
+            if lines:
                 written = entry.stat().st_mtime
                 starts = [line for line in lines if line["event"] == "start"]
                 lives = is_alive((starts or lines[:1])[-1])  # in containers an older process may have had its name
@@ -101,6 +101,17 @@ def read_workers(directory: Path, now: float, is_alive: IsAlive) -> list[WorkerL
     while read(_newest_members(found)):
         pass  # they may know of a newer world
     return sorted(found, key=lambda worker: time_of(worker.first))
+
+
+def _newest_files(directory: Path) -> list[os.DirEntry[str]]:
+    """The event files, newest first; without those that --fresh moves aside at this moment."""
+    found = []
+    with suppress(FileNotFoundError):
+        for entry in os.scandir(directory):
+            with suppress(FileNotFoundError):
+                if entry.name.endswith(".jsonl"):
+                    found.append((entry.stat().st_mtime, entry))
+    return [entry for _, entry in sorted(found, key=itemgetter(0), reverse=True)]
 
 
 def _newest_members(workers: Iterable[WorkerLines]) -> set[str]:

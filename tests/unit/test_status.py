@@ -566,6 +566,20 @@ def test_no_run(tmp_path: Path) -> None:
         status.read_status(tmp_path / "file", NOW)
 
 
+def test_files_that_are_moved_aside_while_they_are_read(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a start with --fresh: one of them when it has been listed, one when its age is known."""
+    first, second = (files.worker(rank, f"n{rank}", started=NOW - 20 + rank) for rank in (0, 1))
+    first.enter(0, NOW - 15)
+    (second.path.parent / "n2-0-1.jsonl").symlink_to("nowhere")
+
+    def read_late(path: Path) -> list[dict[str, Any]]:
+        second.path.unlink(missing_ok=True)
+        return read_events(path)
+
+    monkeypatch.setattr(status_files, "read_events", read_late)
+    assert read(files).generation == 0
+
+
 def test_the_snapshots_of_a_run_are_no_run(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, tmp_path / "snapshots")
     directory.ownership.claim("job-1", 0, "alpha")
