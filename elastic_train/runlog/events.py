@@ -12,6 +12,7 @@ of one that only ever goes on, of this machine alone.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -31,17 +32,21 @@ FINISHED = frozenset({"finished", "already_finished"})
 """the outcomes in a `done` event of who reached the end"""
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""where there may be room again, and a failure takes no time"""
+
+
 class JsonLines:
     """An append-only file of JSON objects, made at the first line; every line is in the kernel before `write` returns.
 
-    A file system that is full or gone must not end the training: at the first failure the file is given up, with one
-    line on stderr.
+    A file system that is full or gone must not end the training. While it is full, lines are lost, which one line on
+    stderr says; at any other failure, which may take long each time, the file is given up.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd: int | None = None
-        self._is_given_up = False
+        self._has_failed = self._is_given_up = False
         self._lock = threading.RLock()
         """a thread may write while another closes; a signal handler may write within a write"""
 
@@ -62,9 +67,14 @@ class JsonLines:
             if os.write(self._fd, data) != len(data):
                 os.write(self._fd, b"\n")  # the disk filled up within the line: end it, so that readers skip only it
         except OSError as error:
-            self._is_given_up = True
-            self.close()
-            write_line(f"warning: {self.path} is given up: {error.strerror}; training goes on")
+            self.close()  # the next line begins behind a newline, where this one was cut off
+            self._is_given_up = error.errno not in FULL
+            if self._is_given_up or not self._has_failed:
+                what = "is given up" if self._is_given_up else "misses lines until there is room"
+                write_line(f"warning: {self.path} {what}: {error.strerror}; training goes on")
+            self._has_failed = True
+        else:
+            self._has_failed = False
 
     def is_elsewhere(self) -> bool:
         """Whether the file that lines go to is no longer at its path: it was moved or removed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -290,13 +291,40 @@ def test_where_a_line_may_be_cut_off(events: str, ledger: str, is_sound: bool, t
         check_lines(tmp_path)
 
 
-def test_a_full_disk_ends_the_file_with_one_warning_and_not_the_training(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_ends_no_training(capsys: pytest.CaptureFixture[str]) -> None:
     lines = JsonLines(Path("/dev/full"))
     for _ in range(3):
         lines.write({"event": "step"})
     (warning,) = capsys.readouterr().err.splitlines()
-    assert warning == ("elastic_train: warning: /dev/full is given up: No space left on device; training goes on")
+    assert warning == (
+        "elastic_train: warning: /dev/full misses lines until there is room: No space left on device; training goes on"
+    )
     lines.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_when_there_is_room_again_lines_are_written_again(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How a run ended is told by its last line."""
+    lines, write, room = JsonLines(tmp_path / "lines.jsonl"), os.write, [math.inf]
+
+    def limited(fd: int, data: bytes) -> int:
+        if room[0] <= 0:
+            raise OSError(number, os.strerror(number))
+        written = write(fd, data[: int(min(room[0], len(data)))])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr("elastic_train.runlog.events.os.write", limited)
+    for count in range(7):
+        room[0] = {1: 4.0, 3: math.inf, 4: 0.0, 5: math.inf}.get(count, room[0])
+        lines.write({"number": count})
+    lines.close()
+    torn: list[int] = []
+    assert list(read_with_torn(lines.path, torn)) == [{"number": count} for count in (0, 3, 5, 6)]
+    assert torn == [2]
+    assert len(capsys.readouterr().err.splitlines()) == 2, "one for each time that it was full"
 
 
 def test_a_directory_that_cannot_be_made_is_given_up_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
