@@ -10,13 +10,16 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic_train.errors import RunDirectoryError
 from elastic_train.runlog.goodput import bill
+from elastic_train.storage.snapshot import SnapshotInfo, verify
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.system import process_stat
+from elastic_train.tools.audit import remains_checks
 from elastic_train.tools.audit.audit import CheckOutcome, audit, audit_history, conclude, describe
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.node_directories import as_one_run, read_status_of
@@ -154,6 +157,30 @@ def test_a_torn_snapshot_that_was_restored(run_dir: Path) -> None:
     faults = run_dir / "drill" / "faults.jsonl"
     edit_lines(faults, lambda lines: [{**lines[0], **drawn("damage"), "target": name}, lines[1]])
     assert audit(run_dir).passed, "the drill damaged it later"
+
+
+def test_a_snapshot_that_is_pruned_while_it_is_looked_at(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the job, which trains."""
+
+    def look_late(info: SnapshotInfo) -> None:
+        if info.step != LAST_STEP:
+            shutil.rmtree(snapshot_of(run_dir, info.step))
+        verify(info)
+
+    monkeypatch.setattr(remains_checks, "verify", look_late)
+    assert audit(run_dir).reasons == []
+
+
+def test_a_snapshot_that_is_pruned_while_files_are_listed(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, scandir = snapshot_of(run_dir, 3), os.scandir
+
+    def list_late(path: Any = ".") -> Any:
+        if os.fspath(path) == str(gone) and gone.exists():
+            gone.rename(run_dir / "elsewhere")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", list_late)
+    assert audit(run_dir).reasons == []
 
 
 def test_a_snapshot_that_the_drill_damaged_and_that_was_restored(run_dir: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -333,7 +334,9 @@ def read_history(run_dir: Path) -> History:
     """
     try:
         require_run(run_dir)
-        names = tuple(sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*")))
+        # A job that trains may prune at the same time: what has gone meanwhile is left out by `walk`.
+        found = ((folder, name) for folder, *names in os.walk(run_dir) for name in itertools.chain(*names))
+        names = tuple(sorted(os.path.relpath(os.path.join(folder, name), run_dir) for folder, name in found))
         torn: list[str] = []
         lives = [
             life
