@@ -12,6 +12,7 @@ from tests.drills.small_run import (
     Line,
     edit_json,
     edit_lines,
+    later,
 )
 from tests.processes import flip_a_bit
 
@@ -47,12 +48,13 @@ def restart(run_dir: Path, step: int, source: str, snapshot: int | None = None) 
 
     def begin_again(lines: list[Line]) -> list[Line]:
         world = next(line for line in lines if line["event"] == "world")
-        again = {**world, "generation": 2, "time": START + 5, "step": step, "members": [MEMBERS[0]], "world_size": 1}
+        place = {"generation": 2, "world_size": 1}
+        again = {**later(world, 4.0), **place, "step": step, "members": [MEMBERS[0]]}
         restore = {**again, "event": "restore", "source": source, "restored_step": step}
         steps = [line for line in lines if line["event"] == "step" and line["step"] > step]
-        repeated = [{**line, "generation": 2, "time": line["time"] + 4, "world_size": 1} for line in steps]
+        repeated = [{**later(line, 4.0), **place} for line in steps]
         saved = {**lines[0], "event": "snapshot", "generation": 1, "snapshot_step": snapshot, "path": f"/s/{snapshot}"}
-        done = {**lines[-1], "generation": 2, "time": START + 7}
+        done = {**later(lines[-1], 4.6), "generation": 2}
         return [*lines, *([saved] if snapshot is not None else []), again, restore, *repeated, done]
 
     edit_lines(events_of(run_dir), begin_again)

@@ -109,8 +109,18 @@ def change(path: Path, which: Callable[[Line], bool], **fields: object) -> None:
     edit_lines(path, lambda lines: [{**line, **fields} if which(line) else line for line in lines])
 
 
+def later(line: Line, seconds: float) -> Line:
+    """As it would have been written so much later."""
+    return {**line, **{name: line[name] + seconds for name in ("time", "monotonic") if name in line}}
+
+
 def delay(path: Path, seconds: float, which: Callable[[Line], bool]) -> None:
     """Some lines of a file were written so much later."""
+    edit_lines(path, lambda lines: [later(line, seconds) if which(line) else line for line in lines])
+
+
+def set_clock(path: Path, seconds: float, which: Callable[[Line], bool]) -> None:
+    """Some lines were written when somebody had set the clock of the host by so much."""
     edit_lines(
         path, lambda lines: [{**line, "time": line["time"] + seconds} if which(line) else line for line in lines]
     )
@@ -129,9 +139,11 @@ def edit_json(path: Path, edit: Callable[[Line], Line]) -> None:
 
 
 def mark_as_drill(run_dir: Path, faults: list[Line] | None = None, **settings: Any) -> None:
-    """Give it the folder of a drill."""
+    """Give it the folder of a drill, whose nodes are on one machine."""
     folder = run_dir / "drill"
     folder.mkdir()
+    for path in (run_dir / "events").iterdir():
+        edit_lines(path, lambda lines: [{**line, "monotonic": line["time"] - START} for line in lines])
     struck = {"what": "struck", "number": 0, "name": "kill", "target": "node3", "step": 3, "limit_seconds": 15.0}
     struck |= {"time": START + 1.35, "struck_at": START + 1.35, "evidence": "gone", "may_take": ["node3"]}
     recovered = {"what": "recovered", "number": 0, "time": START + 1.9, "seconds": 0.55}

@@ -205,12 +205,13 @@ def test_lanes_of_many_members_look_at_each_line_a_few_times() -> None:
             return super().__getitem__(name)
 
     members = [f"node{number}/0/1" for number in range(50)]
-    lives = [Life(member) for member in members]
+    clock = ("", 0)
+    lives = [Life(member, spans={clock: (0.0, 19.5)}) for member in members]
     for number in range(20):
         of_all = {"generation": number, "step": 0, "cause": "start", "members": members}
         for rank, member in enumerate(members):
             for event, after in (("world", 0.0), ("done", 0.5)):
-                line = {"time": number + after, "event": event, "writer": member, "rank": rank}
+                line = {"time": number + after, "event": event, "writer": member, "rank": rank, "clock": clock}
                 lives[rank].lines.append(Counted(of_all | line))
     history = History(Path(), tuple(lives), ())
     lanes = _lanes(history, 0.0, 20.0)

@@ -12,8 +12,9 @@ from elastic_train.observe.status import RunState
 from elastic_train.observe.status_files import HEARD_SECONDS
 from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line
-from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip, clock_of
+from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
 from elastic_train.tools.audit.history import History
+from elastic_train.tools.audit.lives import Clock
 from elastic_train.tools.audit.lost_time import lost_time
 from elastic_train.tools.audit.record import DrillRecord
 from elastic_train.tools.audit.remains_checks import find_snapshots_of
@@ -215,28 +216,30 @@ def check_phases(history: History) -> Found:
             findings.append(f"goodput says that the {name} is {told:g}, and it is {expected:g}")
     if history.kept and result.get("step") == history.last_step:
         last, began = history.kept[-1], _begun(history)
-        span = last.time - began.get(clock_of(history, last.writer), math.inf)
+        span = last.time - began.get(last.clock, math.inf)
         if wall < span - WALL_TOLERANCE:
             findings.append(f"the wall is {wall:.1f} s, but the events span {span:.1f} s")
+        ended: dict[Clock, float] = {}
+        for life in history.lives:
+            ended |= {clock: max(end, ended.get(clock, end)) for clock, (_, end) in life.spans.items()}
         # A process is as old as its imports take when it writes its first event.
         # The clocks' spans are added up, for machines that began together overlap by nobody knows how much.
-        ended = {clock_of(history, life.member): life.ended for life in sorted(history.lives, key=lambda it: it.ended)}
         longest = sum(ended[clock] - since for clock, since in began.items()) + seconds.get("startup", 0.0)
-        is_seen = span > -math.inf and not history.begins_after
+        is_set = len({host for host, _ in ended}) < len(ended)  # what lies between two clocks of a host is not seen
+        is_seen = span > -math.inf and not history.begins_after and not is_set
         if is_seen and wall > longest + WALL_TOLERANCE:
             findings.append(f"the wall is {wall:.1f} s, but the startup and all events together span {longest:.1f} s")
     return f"{total:.2f} s in {len(seconds)} phases", findings
 
 
-def _begun(history: History) -> dict[str, float]:
+def _begun(history: History) -> dict[Clock, float]:
     """Clock -> the first event by it of a worker that began from scratch. An attempt before it, which saved nothing, is
     no part of what the state can tell; lost_time.py counts it."""
     scratch = [line for line in history.of("restore") if line["source"] == "scratch"]
     newest = max((int(line["generation"]) for line in scratch), default=None)
     writers = {line["writer"] for line in scratch if line["generation"] == newest}
-    found: dict[str, float] = {}
+    found: dict[Clock, float] = {}
     for life in history.lives:
         if not writers or life.member in writers:
-            clock = clock_of(history, life.member)
-            found[clock] = min(found.get(clock, life.began), life.began)
+            found |= {clock: min(first, found.get(clock, first)) for clock, (first, _) in life.spans.items()}
     return found

@@ -32,7 +32,7 @@ def check_incidents(history: History) -> Found:
     worlds = {world.generation: world for world in history.worlds}
     for outage in outages:
         limit = _limit_of(outage, worlds.get(outage.generation), limits)
-        if outage.seconds > limit:
+        if outage.is_measured and outage.seconds > limit:
             findings.append(
                 f"{outage.cause} before generation {outage.generation}: {outage.seconds:.2f} s without a step, "
                 f"limit {limit:.0f} s"

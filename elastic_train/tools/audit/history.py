@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 from elastic_train.errors import RunDirectoryError
@@ -22,7 +22,7 @@ from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line, member_of, read_json, read_with_torn
 from elastic_train.storage.places import folder_by
 from elastic_train.storage.store_urls import is_url
-from elastic_train.tools.audit.lives import Life, Step, lives_of, of_one_run
+from elastic_train.tools.audit.lives import Clock, Clocks, Life, Step, lives_of, of_one_run
 from elastic_train.tools.audit.record import DrillRecord, read_drill
 
 
@@ -37,8 +37,8 @@ class PastWorld:
     """`start`, `peer_lost`, `join`, `leave` or `states_differ`; `start` for every world of new processes"""
     time: float
     """when the last member said that it stands"""
-    times: Mapping[str, float]
-    """the same of each, by its machine's clock"""
+    stood: Mapping[Clock, float]
+    """the same by each clock"""
     steps: tuple[int, ...]
     """the different numbers of committed steps with which it began; as with its memberships"""
     lost: frozenset[str]
@@ -110,11 +110,11 @@ class History:
 
     @cached_property
     def starts(self) -> list[Line]:
-        """The `start` events of who came to train, by time; those of all where nobody did. Who was refused may have had
-        other flags and other data."""
-        members = {member for world in self.worlds for member in world.members}
-        found = self.of("start")
-        return [line for line in found if line["writer"] in members] or found
+        """The `start` events of who came to train, by the newest generation of each; those of all where nobody did. Who
+        was refused may have had other flags and other data."""
+        newest = {member: world.generation for world in self.worlds for member in world.members}
+        found = [line for line in self.of("start") if line["writer"] in newest] or self.of("start")
+        return sorted(found, key=lambda line: newest.get(line["writer"], 0))
 
     @cached_property
     def config(self) -> Line:
@@ -256,15 +256,12 @@ class History:
     @cached_property
     def without_ledger(self) -> frozenset[int]:
         """Generations of which a member was started without --ledger."""
-        starts: dict[str, list[Line]] = {}
-        for line in self.of("start"):
-            starts.setdefault(line["writer"], []).append(line)
         return frozenset(
-            world.generation
-            for world in self.worlds
-            for member in world.members
-            for line in [it for it in starts.get(member, ()) if it["time"] <= world.times.get(member, math.inf)][-1:]
-            if (line.get("config") or {}).get("ledger") is False
+            int(line["generation"])
+            for life in self.lives
+            if any((it.get("config") or {}).get("ledger") is False for it in life.lines if it["event"] == "start")
+            for line in life.lines
+            if line["event"] == "world"
         )
 
     @cached_property
@@ -308,7 +305,7 @@ def _world(generation: int, lines: list[Line], restores: Mapping[str, tuple[str,
         memberships=tuple(dict.fromkeys(tuple(map(str, line["members"])) for line in lines)),
         cause=str(first["cause"]),
         time=max(float(line["time"]) for line in lines),
-        times={line["writer"]: float(line["time"]) for line in lines},
+        stood={line["clock"]: float(line["time"]) for line in sorted(lines, key=itemgetter("time"))},
         steps=tuple(sorted({int(line["step"]) for line in lines})),
         lost=frozenset(member for line in lines for member in line.get("lost_members", ())),
         left=frozenset(member for line in lines for member in line.get("left_members", ())),
@@ -338,13 +335,12 @@ def read_history(run_dir: Path) -> History:
         found = ((folder, name) for folder, *names in os.walk(run_dir) for name in itertools.chain(*names))
         names = tuple(sorted(os.path.relpath(os.path.join(folder, name), run_dir) for folder, name in found))
         torn: list[str] = []
-        lives = [
-            life
-            for path in sorted((run_dir / "events").glob("*.jsonl"))
-            for life in lives_of(
-                member_of(path), (line for line in _read(path, torn) if {"time", "event"} <= line.keys())
-            )
-        ]
+        drill = read_drill(run_dir)
+        clocks = Clocks(is_one=drill is not None)
+        lives = []
+        for path in sorted((run_dir / "events").glob("*.jsonl")):
+            lines = (line for line in _read(path, torn) if {"time", "event"} <= line.keys())
+            lives += lives_of(member_of(path), lines, clocks)
         ledger = [
             {**_packed(line), "writer": member_of(path)}
             for path in sorted((run_dir / "ledger").glob("*.jsonl"))
@@ -359,16 +355,17 @@ def read_history(run_dir: Path) -> History:
         ledger=tuple(ledger),
         torn=tuple(torn),
         result=read_json(run_dir / "result.json"),
-        drill=read_drill(run_dir),
+        drill=drill,
         names=names,
     )
 
 
 def mixed_branches(history: History) -> str | None:
     """What two branches of one run have done beside each other, in one line; None where none has."""
-    branches = {(line["writer"], int(line["generation"])): line.get("branch") for line in history.of("world")}
+    worlds = sorted(history.of("world"), key=itemgetter("generation"))
+    branches = {(line["writer"], int(line["generation"])): line.get("branch") for line in worlds}
     began: dict[str | None, Line] = {}
-    for line in history.of("world"):
+    for line in worlds:
         began.setdefault(line.get("branch"), line)
     newest = {
         branches[step.writer, step.generation]: (step.step, step.writer.rsplit("/", 2)[0])
@@ -376,7 +373,7 @@ def mixed_branches(history: History) -> str | None:
         if (step.writer, step.generation) in branches
     }
     for (before, (last, host)), (after, first) in itertools.product(newest.items(), began.items()):
-        is_later = began[before]["time"] < first["time"]
+        is_later = began[before]["generation"] <= first["generation"]
         if before != after and is_later and last > int(first["step"]) + 1:  # the last one is provisional
             there, other = newest.get(after, (first["step"], first["host"]))
             names = [f"{'branch ' + name if name else 'the main line'}" for name in (before, after)]

@@ -7,10 +7,39 @@ another node, or of a branch that was given up.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elastic_train.runlog.reader import Line, float_of
+
+SET_SECONDS = 1.0
+"""by which a clock is off its host's other one when it was set; less is a moment between two looks at them"""
+
+Clock = tuple[str, int]
+"""a host, and a number for each time that its clock was set, or that the machine began anew"""
+
+
+class Clocks:
+    """By which clock a time is. Only those of one are compared: two hosts' may be apart, and one that was set in the
+    middle of a run is another from then on. The seconds of `monotonic`, which nobody can set, tell that."""
+
+    def __init__(self, *, is_one: bool) -> None:
+        """`is_one`: whether all hosts have the same, as the nodes of a drill."""
+        self._is_one = is_one
+        self._known: dict[str, list[tuple[float, Clock]]] = defaultdict(list)
+        """host -> how far each of its clocks was ahead of `monotonic`; 0.0 in older versions, which wrote none"""
+
+    def of(self, member: str, line: Line) -> Clock:
+        """That of a line which a member wrote."""
+        host = "" if self._is_one else host_of(member)
+        monotonic, known = float_of(line, "monotonic"), self._known[host]
+        ahead = 0.0 if monotonic is None else float(line["time"]) - monotonic
+        for other, clock in reversed(known):
+            if abs(ahead - other) <= SET_SECONDS:
+                return clock
+        known.append((ahead, (host, len(known))))
+        return known[-1][1]
 
 
 @dataclass(slots=True)
@@ -24,6 +53,8 @@ class Step:
     """None: it was not finite, and a GradScaler skipped the step"""
     time: float
     """of the commit, Unix seconds"""
+    clock: Clock
+    """by which that is"""
     world_size: int
     writer: str
 
@@ -35,13 +66,18 @@ class Life:
     member: str
     """NODE/LOCAL_RANK/PID"""
     lines: list[Line] = field(default_factory=list)
-    """its events but the steps; each has its `writer`"""
+    """its events but the steps; each has its `writer`, and the `clock` of its `time`"""
     steps: list[Step] = field(default_factory=list)
+    spans: dict[Clock, tuple[float, float]] = field(default_factory=dict)
+    """clock -> the earliest and the latest time that it wrote by it, Unix seconds"""
 
-    def add(self, line: Line) -> None:
+    def add(self, line: Line, clock: Clock) -> None:
         """The next event of its file."""
+        time = float(line["time"])
+        first, last = self.spans.get(clock, (time, time))
+        self.spans[clock] = (min(first, time), max(last, time))
         if line["event"] != "step":
-            self.lines.append({**line, "writer": self.member})
+            self.lines.append({**line, "writer": self.member, "clock": clock})
             return
         self.steps.append(
             Step(
@@ -49,7 +85,8 @@ class Life:
                 int(line["generation"]),
                 int(line["epoch"]),
                 float_of(line, "loss"),
-                float(line["time"]) - (float_of(line, "late_seconds") or 0.0),
+                time - (float_of(line, "late_seconds") or 0.0),
+                clock,
                 int(line["world_size"]),
                 self.member,
             )
@@ -57,25 +94,20 @@ class Life:
 
     @property
     def began(self) -> float:
-        """The time of its first event, Unix seconds."""
-        return min(self._ends())
+        """The earliest time of its events, Unix seconds."""
+        return min(first for first, _ in self.spans.values())
 
     @property
     def ended(self) -> float:
-        """The time of its last event, Unix seconds."""
-        return max(self._ends())
-
-    def _ends(self) -> list[float]:
-        lines = [float(line["time"]) for line in (*self.lines[:1], *self.lines[-1:])]
-        return lines + [step.time for step in (*self.steps[:1], *self.steps[-1:])]
+        """The latest time of its events, Unix seconds."""
+        return max(last for _, last in self.spans.values())
 
 
 def host_of(member: str) -> str:
-    """Whose clock its times are by."""
     return member.rsplit("/", 2)[0]
 
 
-def lives_of(member: str, lines: Iterable[Line]) -> list[Life]:
+def lives_of(member: str, lines: Iterable[Line], clocks: Clocks) -> list[Life]:
     """The processes that wrote the events of one file."""
     found: list[Life] = []
     was_in_a_world = True
@@ -83,7 +115,7 @@ def lives_of(member: str, lines: Iterable[Line]) -> list[Life]:
         is_in_a_world = line.get("generation") is not None
         if line["event"] == "start" or (was_in_a_world and not is_in_a_world) or not found:
             found.append(Life(member))
-        found[-1].add(line)
+        found[-1].add(line, clocks.of(member, line))
         was_in_a_world = is_in_a_world
     return found
 

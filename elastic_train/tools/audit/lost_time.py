@@ -34,6 +34,8 @@ class Outage:
     """Unix seconds, when the last step before it was committed"""
     seconds: float
     """lost: without one ordinary step"""
+    is_measured: bool
+    """whether that is by one clock"""
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,15 @@ def _lost_time(history: History, until: float) -> LostTime:
             cause=cause_of(worlds.get(after.generation)),
             time=before.time,
             seconds=max(0.0, after.time - before.time - ordinary.seconds(before, after)),
+            is_measured=before.clock == after.clock,
         )
         for before, after in itertools.pairwise(kept)
         if before.generation != after.generation
     ]
     if undone:
-        newest = history.worlds[-1]
-        outages.append(Outage(newest.generation, cause_of(newest), kept[-1].time, undone[-1].time - kept[-1].time))
+        newest, before, after = history.worlds[-1], kept[-1], undone[-1]
+        seconds, is_measured = after.time - before.time, before.clock == after.clock
+        outages.append(Outage(newest.generation, cause_of(newest), before.time, seconds, is_measured))
     by_cause: dict[str, float] = defaultdict(float)
     for outage in outages:
         by_cause[outage.cause] += outage.seconds
