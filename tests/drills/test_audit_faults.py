@@ -62,6 +62,25 @@ def test_a_join_in_place_that_stands_still(run_dir: Path) -> None:
     assert verdicts(audit(run_dir))["incidents"] is CheckOutcome.PASS, "it may have waited for --min-nodes"
 
 
+@pytest.mark.parametrize(("generation", "step"), [(0, 1), (1, 6)], ids=["a first step", "an evaluation"])
+def test_what_a_job_stands_still_by_itself_belongs_to_the_limit_of_an_outage(
+    run_dir: Path, generation: int, step: int
+) -> None:
+    """Of one that compiles, or evaluates, for 50 s."""
+
+    def is_later(line: Line) -> bool:
+        return (line["generation"] or 0, line["step"]) >= (generation, step)
+
+    for member in MEMBERS:
+        delay(events_of(run_dir, member), 50, is_later)
+    for member in MEMBERS[:2]:
+        delay(events_of(run_dir, member), 40, is_of(1))
+    edit_json(run_dir / "result.json", lambda result: {**result, **with_wall(result, 92.0)})
+    assert audit(run_dir).reasons == []
+    mark_as_drill(run_dir)
+    assert "incidents: peer_lost before generation 1: 40.50 s without a step, limit 36 s" in audit(run_dir).reasons
+
+
 def test_an_outage_beyond_its_limit_when_the_drill_had_let_its_job_run_free(run_dir: Path) -> None:
     mark_as_drill(run_dir, released=START + 1.4)
     test_an_outage_beyond_its_limit(run_dir)

@@ -102,10 +102,23 @@ def _limits(history: History) -> dict[str, float]:
     """Seconds by cause. How long a run stays down outside of a drill is its user's affair."""
     peer_timeout = float(history.config.get("peer_timeout") or 10.0)
     limits = {"peer_lost": 3 * peer_timeout + 30, "leave": 30.0, "join": JOIN_LIMIT_SECONDS}
-    if history.drill is None:
-        return limits
-    limits |= {"restart": RESTART_LIMIT_SECONDS}
-    return {cause: limit + history.drill.standstill for cause, limit in limits.items()}
+    if history.drill is not None:
+        limits |= {"restart": RESTART_LIMIT_SECONDS}
+    standstill = history.drill.standstill if history.drill is not None else _standstill(history)
+    return {cause: limit + standstill for cause, limit in limits.items()}
+
+
+def _standstill(history: History) -> float:
+    """The longest that the job was without a step by itself, seconds: from its start to its first step, as where it
+    compiles, or from a step to the next one of the same world, as where it evaluates."""
+    longest = 0.0
+    for world in history.worlds:
+        steps = history.steps_of.get(world.generation, [])
+        for step in steps[:1] if world.cause == "start" else ():
+            longest = max(longest, step.time - world.stood.get(step.clock, step.time))
+        for before, after in itertools.pairwise(steps):
+            longest = max(longest, after.time - before.time if before.clock == after.clock else 0.0)
+    return longest
 
 
 def check_faults(history: History) -> Found:
