@@ -168,7 +168,7 @@ class Barriers:
             return False
 
         try:
-            store, key = self._job.world_store(world), f"{self._job.world_key(world)}/returned"
+            store, key = self._job.world_store(world), f"{world.key}/returned"
             self._meet_at_rank_0(world, "returned", is_over)
         except StoreUnreachable as error:
             raise no_answer(world) from error
@@ -181,7 +181,7 @@ class Barriers:
 
         Raises: StoreUnreachable. What `is_over` raises.
         """
-        store, key = self._job.world_store(world), f"{self._job.world_key(world)}/{name}"
+        store, key = self._job.world_store(world), f"{world.key}/{name}"
         store.put(f"{key}/{world.rank}", "")
         others = {f"{key}/{rank}": rank for rank in range(world.world_size) if rank != world.rank}
         missing = others if world.rank == 0 else {f"{key}/all": 0}

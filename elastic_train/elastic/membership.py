@@ -194,7 +194,6 @@ class Membership:
         self.uid, self.address, self.store_address = uid, address, store_address
         self._local_world_size, self._order, self._max_world_size = local_world_size, order, max_world_size
         self._clock, self._finish, self._group_store = surroundings.monotonic, surroundings.finish, group_store
-        self._me: Member | None = None
         self._world: World | None = None
         self._facts: dict[str, str] = {}
         self._num_reductions = 0
@@ -254,7 +253,7 @@ class Membership:
             JobFinished: the others reached the end meanwhile.
             FormationFailed, StoreUnreachable: it does not come about.
         """
-        self._me = me = replace(me, address=self.address, store=self.store_address, uid=self.uid)
+        me = replace(me, address=self.address, store=self.store_address, uid=self.uid)
 
         def look() -> None:
             reference = self.published("agreement")
@@ -351,10 +350,9 @@ class Membership:
         """A reduction is about to begin: those before it have finished. After the second one the world is settled."""
         self._num_reductions += 1
         self.watcher.own.num_reductions = self._num_reductions
-        finished = self._num_reductions - 1
-        if 0 < finished <= SETTLED_REDUCTIONS and self._world is not None:
-            self.job.note_reductions(self._world, finished)
-            self.has_settled |= finished == SETTLED_REDUCTIONS
+        if self._num_reductions == SETTLED_REDUCTIONS + 1 and self._world is not None:
+            self.job.settle(self._world)
+            self.has_settled = True
 
     def leave(self, world: World, reason: str) -> None:
         """Tell the others that this worker leaves on purpose, so that nobody waits for it or looks for it."""
@@ -386,7 +384,7 @@ class Membership:
         self.watcher.thread.stop()
         self.joins.keep_preparation(None)
         self.sockets.release()
-        self.job.close(self._me)
+        self.job.close()
         self._finish(END_SECONDS)
 
 

@@ -135,7 +135,7 @@ class Survivors:
         if first is None:
             mine = json.dumps([node, step, error_text])
             with suppress(StoreUnreachable):  # rank 0 is gone: members that have heard of it have copies
-                first = self._job.world_store(world).create(f"{self._job.world_key(world)}/{key}", mine)
+                first = self._job.world_store(world).create(f"{world.key}/{key}", mine)
             first = first or mine
             self._job.announce(world, key, first)
         if json.loads(first)[0] == node:

@@ -135,9 +135,8 @@ class Job(Protocol):
     def enter(self, world: World, facts: Mapping[str, str], decision: Decision | None) -> None:
         """This member has adopted `world`, by `decision` or from the queue; newcomers find the job by it."""
 
-    def note_reductions(self, world: World, number: int) -> None:
-        """This member has finished so many in `world`: after the first all who train there have the state, after the
-        second the world is settled."""
+    def settle(self, world: World) -> None:
+        """This member has finished SETTLED_REDUCTIONS in the present world: all who train there have the state."""
 
     def say_present(self, world: World, text: str) -> None:
         """This member wants to be in the world after `world`."""
@@ -191,10 +190,7 @@ class Job(Protocol):
         """Ranks that have not, for a person. Raises: StoreUnreachable."""
 
     def world_store(self, world: World) -> SharedStore:
-        """A store for what all members of a world share while it stands. Raises: StoreUnreachable."""
-
-    def world_key(self, world: World) -> str:
-        """Prefix of the world's keys in `world_store`."""
+        """A store for what all members of `world` share while it stands, below its key. Raises: StoreUnreachable."""
 
     def seconds_to_wait(self, world: World, answered: Mapping[str, float]) -> float:
         """Until this member may enter its first reduction in `world`, so that those left out have stopped (law 2).
@@ -218,5 +214,5 @@ class Job(Protocol):
     def stand_down(self) -> None:
         """This member is in no world any more: no newcomer is to wait for it. Its watcher may still tend."""
 
-    def close(self, me: Member | None) -> None:
+    def close(self) -> None:
         """Leave nothing behind."""

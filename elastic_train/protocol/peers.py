@@ -20,7 +20,7 @@ from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, Arbitration
 from elastic_train.protocol.ballots import JOB, Ballots, Elsewhere, Round
 from elastic_train.protocol.branch_off import BranchOff
-from elastic_train.protocol.job import SETTLED_REDUCTIONS, Denied, InQueue, KnownMembers, Over, Place
+from elastic_train.protocol.job import Denied, InQueue, KnownMembers, Over, Place
 from elastic_train.protocol.join_queue import Entrance, Finder, Size, Waiting, stores_by_node
 from elastic_train.protocol.known_worlds import Announcements, KnownWorlds, Newcomers
 from elastic_train.protocol.store import NUM_PROPOSERS, Afresh, Clients, KeyValueStore, Notes, OwnStore, entries, scoped
@@ -254,11 +254,10 @@ class PeerJob:
         self.drop(world.members)
         self._clients.connect_ahead(world, lambda: self._world is world)
 
-    def note_reductions(self, world: World, number: int) -> None:
-        if self._world is world and number == SETTLED_REDUCTIONS:
-            self._known.settle(world)
-            self._arbitration.forget_all_but(self._known.voters)
-            self._own.put("settled", json.dumps([world.generation, world.uid]))
+    def settle(self, world: World) -> None:
+        self._known.settle(world)
+        self._arbitration.forget_all_but(self._known.voters)
+        self._own.put("settled", json.dumps([world.generation, world.uid]))
 
     def say_present(self, world: World, text: str) -> None:
         self._own.put(f"{world.key}/present", text)
@@ -311,9 +310,6 @@ class PeerJob:
     def world_store(self, world: World) -> KeyValueStore:
         return self._clients.of_first(world)
 
-    def world_key(self, world: World) -> str:
-        return world.key
-
     def seconds_to_wait(self, world: World, answered: Mapping[str, float]) -> float:
         left_out = self._known.left_out(world)
         return max((self._peer_timeout - answered.get(uid, math.inf) for uid in left_out), default=0.0)
@@ -342,7 +338,7 @@ class PeerJob:
         with suppress(StoreUnreachable):  # it lives as long as the process: newcomers would wait there
             self._entrance.forget_host()
 
-    def close(self, me: Member | None) -> None:
+    def close(self) -> None:
         self.stand_down()
         self._finder.close()
         self._clients.keep_only(())

@@ -255,7 +255,7 @@ class PeersOnTcp(PeersInMemory):
 
     def close(self) -> None:
         for job in self._jobs.values():
-            job.close(None)
+            job.close()
 
 
 class PeersOnEtcd(PeersOnTcp):

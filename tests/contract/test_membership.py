@@ -137,8 +137,7 @@ def joined(form: Form) -> tuple[list[Job], list[World], tuple[Job, World]]:
     """A first world that has trained, and the newcomer of the one after it; all are in that."""
     jobs, worlds = begin(form)
     for job, world in zip(jobs, worlds, strict=True):
-        for number in (1, 2):
-            job.note_reductions(world, number)
+        job.settle(world)
     newcomer = form.job(7)
     assert newcomer.find()
     ready: list[Member] = []
@@ -292,7 +291,7 @@ def test_a_job_is_closed_whose_store_is_gone() -> None:
     form = PeersInMemory()
     jobs, worlds = begin(form)
     form.kill(worlds[0].me.pid)
-    jobs[0].close(worlds[0].me)
+    jobs[0].close()
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -310,8 +309,7 @@ def test_a_member_keeps_little_of_the_worlds_that_are_over(name: str, request: p
                 job._own.put(f"{prefix}/{world.key}/{rank}", "x")
             job._own.put(f"queue/{job._own.add('queue/count', 1)}", Waiting(member(50 + number, ("h", 1)), 1).to_json())
             job.queue()
-            for reduction in (1, 2):
-                job.note_reductions(world, reduction)
+            job.settle(world)
             job.tend(world, is_spokesman=rank == 0)
         sizes.append([len(job._own.keys()) for job in jobs if isinstance(job, PeerJob)])
         past.append((worlds, agree(form, jobs, worlds, [0, 1, 2])))
@@ -348,8 +346,7 @@ def test_newcomers_without_all_who_have_the_state_decide_nothing(form: Form) -> 
 def test_newcomers_decide_when_a_step_was_done_with_them(form: Form) -> None:
     """They have the state as well, and the others may have died as they like."""
     _, worlds, newcomer = joined(form)
-    for number in (1, 2):
-        newcomer[0].note_reductions(newcomer[1], number)
+    newcomer[0].settle(newcomer[1])
     for rank in range(3):
         form.kill(worlds[rank].me.pid)
     dead = dict.fromkeys(range(3), Liveness.DEAD)
@@ -371,7 +368,7 @@ def split(
     form.goes_on = True
     jobs, worlds = begin(form)
     if has_state:
-        jobs[2].note_reductions(worlds[2], 2)
+        jobs[2].settle(worlds[2])
     worlds = [
         replace(world, members=tuple(replace(one, min_nodes=min_nodes) for one in world.members)) for world in worlds
     ]

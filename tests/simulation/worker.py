@@ -241,7 +241,7 @@ class Worker:
             if isinstance(error, Superseded):
                 self.met = (error.winner.store,)
             with suppress(StoreUnreachable):
-                self.job.close(self.member)
+                self.job.close()
             self._end("left_out", str(error))
             self.simulation.come_back(self)
         except Exception as error:

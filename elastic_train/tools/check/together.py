@@ -60,7 +60,7 @@ def gather(membership: Membership, world: World, name: str, value: str, *, waits
     Raises:
         FormationFailed: a worker has ended, or did not come in time.
     """
-    store, key = membership.job.world_store(world), f"{membership.job.world_key(world)}/check/{name}"
+    store, key = membership.job.world_store(world), f"{world.key}/check/{name}"
     store.put(f"{key}/{world.rank}", value)
     keys = [f"{key}/{rank}" for rank in range(len(world.members))] if waits else []
     deadline, next_look = time.monotonic() + EXCHANGE_SECONDS, time.monotonic() + 1.0
