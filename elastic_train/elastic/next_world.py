@@ -11,7 +11,7 @@ from datetime import timedelta
 from elastic_train.branches import Branches
 from elastic_train.elastic.barriers import Surroundings, Waits
 from elastic_train.errors import FormationFailed, JobFailed, LeftOut, StoreUnreachable
-from elastic_train.protocol.agreement import Agreement, Decided, Decision, Fatal, LeftBehind, Liveness, Presence, Wait
+from elastic_train.protocol.agreement import Agreement, Decision, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.heartbeat import AwakeTime
 from elastic_train.protocol.job import Job
 from elastic_train.protocol.join_queue import ready_nodes
@@ -171,14 +171,12 @@ class Survivors:
             LeftOut, Superseded, Stopped, FormationFailed, StoreUnreachable: as `Membership.next_world`; JobFailed.
         """
         found = self._agree(world, has_formed, started)
-        if isinstance(found, Fatal):
-            raise JobFailed(found.why)
         fatal = self._job.heard(world, "fatal")  # the member that ended the job may be among its dead
         if fatal is not None:
             raise JobFailed(fatal)
-        return None if found is None else found.decision
+        return found
 
-    def _agree(self, world: World, has_formed: bool, started: float) -> Decided | Fatal | None:
+    def _agree(self, world: World, has_formed: bool, started: float) -> Decision | None:
         limit = 3 * self._limits.peer_timeout + 2 * self._watcher.pace.slowest_step
         if world.is_spare:  # it knows nothing of how long a step takes, and leaves that to those who do
             limit *= 10
@@ -202,7 +200,7 @@ class Survivors:
                 early_until = self._around.monotonic() + CONTACT_SECONDS
             found = agreement.look()
             awake.restart()
-            if isinstance(found, Decided | Fatal):
+            if isinstance(found, Decision):
                 return found
             if isinstance(found, LeftBehind):
                 raise LeftOut(f"the others went on as generation {found.generation} without this worker")

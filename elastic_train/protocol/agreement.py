@@ -26,6 +26,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
+from elastic_train.errors import JobFailed
 from elastic_train.protocol.job import Denied, Job, KnownMembers
 from elastic_train.rules import next_generation, next_members
 from elastic_train.world import Member, Reach, World, from_json, from_runs, to_json, to_runs, value_of
@@ -125,25 +126,13 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Decided:
-    decision: Decision
-
-
-@dataclass(frozen=True)
-class Fatal:
-    """The job cannot go on."""
-
-    why: str
-
-
-@dataclass(frozen=True)
 class LeftBehind:
     """The others went on from a world before this one, which nobody has trained in long enough to settle it."""
 
     generation: int
 
 
-Found = Wait | Decided | Fatal | LeftBehind
+Found = Wait | Decision | LeftBehind
 
 
 class Agreement:
@@ -200,7 +189,7 @@ class Agreement:
         return rank in self._present
 
     def look(self) -> Found:
-        """Raises: StoreUnreachable."""
+        """Raises: StoreUnreachable; JobFailed where this member has heard that the job cannot go on."""
         job, world = self._job, self._world
         left = job.left(world)
         found = {rank: self._status_of(rank, left) for rank in sorted(self._watched())}
@@ -220,10 +209,10 @@ class Agreement:
         if isinstance(decided, Denied):
             return LeftBehind(decided.gone_on or world.generation)
         if decided is not None:
-            return Decided(Decision.from_json(decided))
+            return Decision.from_json(decided)
         fatal = job.heard(world, "fatal")
         if fatal is not None:
-            return Fatal(fatal)
+            raise JobFailed(fatal)
         lower = (rank for rank in range(world.rank) if self._status_of(rank, left, found) is Liveness.ALIVE)
         proposers = tuple(islice(lower, NUM_AWAITED))
         if proposers:
@@ -301,4 +290,4 @@ class Agreement:
         if isinstance(outcome, Denied):
             self.asks_others = bool(outcome.votes)
             return Wait(votes=outcome.votes) if outcome.gone_on is None else LeftBehind(outcome.gone_on)
-        return Decided(Decision.from_json(outcome))
+        return Decision.from_json(outcome)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +16,9 @@ import pytest
 
 from elastic_train.branches import BRANCH, Branch
 from elastic_train.elastic.barriers import Barriers, Surroundings, Waits
-from elastic_train.errors import FormationFailed, Refused
+from elastic_train.errors import FormationFailed, JobFailed, Refused
 from elastic_train.protocol import known_worlds
-from elastic_train.protocol.agreement import Agreement, Decided, Decision, LeftBehind, Liveness, Presence, Wait
+from elastic_train.protocol.agreement import Agreement, Decision, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.job import Admitted, Denied, Job, KnownMembers, Place
 from elastic_train.protocol.join_queue import Size, Waiting
 from elastic_train.protocol.peers import PeerJob
@@ -89,8 +90,8 @@ def agree(
         for rank, part in parts.items():
             part.asks_others = True
             outcome = part.look()
-            if isinstance(outcome, Decided):
-                found[rank] = outcome.decision
+            if isinstance(outcome, Decision):
+                found[rank] = outcome
         return len(found) == len(parts)
 
     assert eventually(form, look), f"they decide: {found}"
@@ -240,9 +241,20 @@ def test_who_is_left_out_learns_it(form: Form) -> None:
     late = agreement(form, jobs[2], worlds[2], {})
     late.asks_others = True
     found = late.look()
-    assert isinstance(found, Decided)
-    assert found.decision == decision
-    assert found.decision.world_for(worlds[2].me.uid, worlds[2], None) is None
+    assert isinstance(found, Decision)
+    assert found == decision
+    assert found.world_for(worlds[2].me.uid, worlds[2], None) is None
+
+
+def test_who_has_heard_that_the_job_cannot_go_on_proposes_nothing(form: Form) -> None:
+    jobs, worlds = begin(form)
+    for job, world in zip(jobs[1:], worlds[1:], strict=True):
+        job.say_present(world, to_json(Presence(world.generation)))
+    jobs[2].announce(worlds[2], "fatal", "no parallel()")
+    assert eventually(form, lambda: jobs[0].heard(worlds[0], "fatal") is not None)
+    with pytest.raises(JobFailed, match=re.escape("no parallel()")):
+        agreement(form, jobs[0], worlds[0], {}).look()
+    assert [job.decided(world, [0, 1, 2]) for job, world in zip(jobs, worlds, strict=True)] == [None] * 3
 
 
 def test_who_comes_back_does_not_wait_in_its_own_queue() -> None:
@@ -325,7 +337,7 @@ def test_a_member_keeps_little_of_the_worlds_that_are_over(name: str, request: p
         jobs[2]._own.delete(f"{slept_in.key}/next")
         late = agreement(form, jobs[2], slept_in, {})
         late.asks_others = True
-        assert late.look() == Decided(decision), "who slept in one of these is told at once"
+        assert late.look() == decision, "who slept in one of these is told at once"
     started = time.monotonic()
     late = agreement(form, jobs[2], past[0][0][2], {})
     late.asks_others = True
@@ -380,8 +392,8 @@ def split(
     assert part.look() == Wait(votes=votes), "they may answer yet"
     form.clock.now += 1.0
     found = part.look()
-    assert isinstance(found, Decided | Wait)
-    return (found.decision if isinstance(found, Decided) else found), jobs, worlds
+    assert isinstance(found, Decision | Wait)
+    return found, jobs, worlds
 
 
 def test_one_of_three_goes_on_as_a_branch() -> None:

@@ -13,7 +13,6 @@ from elastic_train.config import Config
 from elastic_train.elastic import run
 from elastic_train.elastic.next_world import Survivors
 from elastic_train.errors import ElasticTrainError, FormationFailed, JobFailed, UsageError
-from elastic_train.protocol.agreement import Fatal
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.stopping import StopSignal
 from elastic_train.storage.ownership import OWNER_RECORD
@@ -84,15 +83,12 @@ def test_what_would_fail_again_is_to_be_mended_first(error: ElasticTrainError, s
     assert str(told.value) == f"{error}{said}"
 
 
-@pytest.mark.parametrize(("found", "heard"), [(Fatal("no parallel()"), None), (None, "no parallel()")])
-def test_who_hears_of_such_an_error_ends_with_it(
-    found: Fatal | None, heard: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part: Any = SimpleNamespace(heard=lambda _world, _key: heard)
+def test_who_hears_of_such_an_error_while_the_others_decide_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    part: Any = SimpleNamespace(heard=lambda _world, _key: "no parallel()")
     nothing: Any = None
     survivors = Survivors(
         part, part, part, part, facts={}, newcomers=nothing, check=nothing, require_no_better=nothing, log=nothing
     )
-    monkeypatch.setattr(survivors, "_agree", lambda *_arguments: found)
+    monkeypatch.setattr(survivors, "_agree", lambda *_arguments: None)
     with pytest.raises(JobFailed, match=re.escape("no parallel()")):
         survivors.decide(nothing, has_formed=True, started=0.0)
