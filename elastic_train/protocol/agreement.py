@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import Any
 
 from elastic_train.errors import JobFailed
-from elastic_train.protocol.job import Denied, Job, KnownMembers
+from elastic_train.protocol.job import Denied, Job
 from elastic_train.rules import next_generation, next_members
 from elastic_train.world import Member, Reach, World, from_json, from_runs, to_json, to_runs, value_of
 
@@ -285,7 +285,7 @@ class Agreement:
         answering = frozenset(world.members[rank].uid for rank in found if self._is_heard(rank))
         self._reach("proposed", world)
         outcome = job.decide(
-            world, decision.to_json(), KnownMembers([world.rank, *reachable], frozenset(gone), ended, answering)
+            world, decision.to_json(), [world.rank, *reachable], dead=frozenset(gone), ended=ended, answering=answering
         )
         if isinstance(outcome, Denied):
             self.asks_others = bool(outcome.votes)

@@ -56,20 +56,6 @@ class Over:
 Place = InQueue | Admitted | Over
 
 
-@dataclass(frozen=True)
-class KnownMembers:
-    """What is known of the members of a world by the one of them that proposes what follows it."""
-
-    reachable: Sequence[int]
-    """ranks that may be asked, its own first"""
-    dead: frozenset[str] = frozenset()
-    """uids of old members that are proven dead in time, or have left"""
-    ended: frozenset[str] = frozenset()
-    """what `Job.ended_holders` says"""
-    answering: frozenset[str] = frozenset()
-    """uids of old members that answer pings, whether they take part or not"""
-
-
 class Job(Protocol):
     """As the module says. `tend`, `queue` and `drop` are for the watcher's thread too."""
 
@@ -164,8 +150,18 @@ class Job(Protocol):
         """All who had the state, where each is among those that are gone for sure and a shared place tells whether one
         of them went on before it died; else nobody."""
 
-    def decide(self, world: World, proposal: str, known: KnownMembers) -> str | Denied:
-        """Make the proposal, or one that others have accepted before, the successor of `world`."""
+    def decide(
+        self, world: World, proposal: str, reachable: Sequence[int], *, dead: frozenset[str] = frozenset(),
+        ended: frozenset[str] = frozenset(), answering: frozenset[str] = frozenset(),
+    ) -> str | Denied:  # fmt: skip
+        """Make the proposal, or one that others have accepted before, the successor of `world`.
+
+        Args:
+            reachable: ranks that may be asked, this member's first.
+            dead: uids of members of `world` that are proven dead in time, or have left.
+            ended: what `ended_holders` says.
+            answering: uids of members of `world` that answer pings, whether they take part or not.
+        """
 
     def show_place(self, world: World) -> None:
         """Leave a fresh name in the place that members may share, for others to see. Rank 0 of a world calls it before

@@ -20,7 +20,7 @@ from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, Arbitration
 from elastic_train.protocol.ballots import JOB, Ballots, Elsewhere, Round
 from elastic_train.protocol.branch_off import BranchOff
-from elastic_train.protocol.job import Denied, InQueue, KnownMembers, Over, Place
+from elastic_train.protocol.job import Denied, InQueue, Over, Place
 from elastic_train.protocol.join_queue import Entrance, Finder, Size, Waiting, stores_by_node
 from elastic_train.protocol.known_worlds import Announcements, KnownWorlds, Newcomers
 from elastic_train.protocol.store import NUM_PROPOSERS, Afresh, Clients, KeyValueStore, Notes, OwnStore, entries, scoped
@@ -289,11 +289,12 @@ class PeerJob:
     def ended_holders(self, gone: Collection[str]) -> frozenset[str]:
         return self._arbitration.ended_holders(self._known.voters, gone)
 
-    def decide(self, world: World, proposal: str, known: KnownMembers) -> str | Denied:
-        voters = self._known.voters_without(known.dead)
-        return self._decide(
-            Round(self._clients, world, voters, proposal, known.reachable, known.dead, known.answering, known.ended)
-        )
+    def decide(
+        self, world: World, proposal: str, reachable: Sequence[int], *, dead: frozenset[str] = frozenset(),
+        ended: frozenset[str] = frozenset(), answering: frozenset[str] = frozenset(),
+    ) -> str | Denied:  # fmt: skip
+        voters = self._known.voters_without(dead)
+        return self._decide(Round(self._clients, world, voters, proposal, reachable, dead, answering, ended))
 
     def release(self, world: World, decision: Decision) -> None:
         self._ballots.release(self._clients, world, decision)

@@ -19,7 +19,7 @@ from elastic_train.elastic.barriers import Barriers, Surroundings, Waits
 from elastic_train.errors import FormationFailed, JobFailed, Refused
 from elastic_train.protocol import known_worlds
 from elastic_train.protocol.agreement import Agreement, Decision, LeftBehind, Liveness, Presence, Wait
-from elastic_train.protocol.job import Admitted, Denied, Job, KnownMembers, Place
+from elastic_train.protocol.job import Admitted, Denied, Job, Place
 from elastic_train.protocol.join_queue import Size, Waiting
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.plan import Plan, Preparation, mark
@@ -406,7 +406,7 @@ def test_one_of_three_goes_on_as_a_branch() -> None:
     assert world is not None
     jobs[2].enter(world, decision.facts, decision)
     after = Decision(9, "after", (0,), facts=decision.facts)
-    assert jobs[2].decide(world, after.to_json(), KnownMembers([0])) == after.to_json(), "by its own votes"
+    assert jobs[2].decide(world, after.to_json(), [0]) == after.to_json(), "by its own votes"
 
 
 @pytest.mark.parametrize("why", [{"answering": True}, {"has_state": False}, {"min_nodes": 2}])
@@ -416,7 +416,7 @@ def test_no_side_goes_on_without_those_that_answer_nor_without_state_or_nodes(wh
 
 
 def decide(job: Job, world: World, uid: str, reachable: Sequence[int]) -> str | Denied:
-    return job.decide(world, Decision(1, uid, tuple(reachable)).to_json(), KnownMembers(reachable))
+    return job.decide(world, Decision(1, uid, tuple(reachable)).to_json(), reachable)
 
 
 @pytest.mark.parametrize("reachable", [(0, 1), (0, 2), (0, 1, 2)])
