@@ -11,7 +11,7 @@ from elastic_train.elastic.formed_group import FormedGroup
 from elastic_train.elastic.next_world import REPORT_SECONDS, WHY_IT_WAITS, QueueNews, ReportTimes
 from elastic_train.errors import FormationFailed, JobFinished, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
-from elastic_train.protocol.job import Admitted, Job, Over
+from elastic_train.protocol.job import Admitted, Job
 from elastic_train.protocol.join_queue import Waiting, fitting_nodes, ready_nodes, without_nodes_of
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.protocol.plan import HERE_SECONDS, Plan, Preparation, mark
@@ -86,8 +86,6 @@ class Arrival:
             if isinstance(place, Admitted):
                 self._job.leave_queue()
                 return place
-            if isinstance(place, Over):
-                raise JobFinished("the job reached its end while this node waited to be admitted")
             look()
             if self._around.monotonic() >= ask_at:
                 ask_at = self._around.monotonic() + WHY_SECONDS
@@ -95,7 +93,7 @@ class Arrival:
                 if told is not None and told != why:
                     why = told
                     self._log(why)
-            self._pause(reports, place.text)
+            self._pause(reports, place)
 
     def _report_times(self) -> ReportTimes:
         return ReportTimes(self._around.monotonic(), 3 * REPORT_SECONDS)

@@ -31,14 +31,6 @@ class Denied:
 
 
 @dataclass(frozen=True)
-class InQueue:
-    """A newcomer waits."""
-
-    text: str
-    """for what, for a person"""
-
-
-@dataclass(frozen=True)
 class Admitted:
     """A newcomer is in a world."""
 
@@ -46,14 +38,6 @@ class Admitted:
     facts: Mapping[str, str]
     came_later: bool
     """whether others trained before"""
-
-
-@dataclass(frozen=True)
-class Over:
-    """The job has reached its end."""
-
-
-Place = InQueue | Admitted | Over
 
 
 class Job(Protocol):
@@ -85,8 +69,9 @@ class Job(Protocol):
 
     # --- the join queue -----------------------------------------------------------------------------------------------
 
-    def look_from_queue(self, mine: Waiting) -> Place:
-        """Stand in the join queue, and see what becomes of it. Called again and again by one that has no world."""
+    def look_from_queue(self, mine: Waiting) -> Admitted | str:
+        """Stand in the join queue, and see what becomes of it, or what is waited for, for a person. Called again and
+        again by one that has no world. Raises: JobFinished."""
 
     def leave_queue(self) -> None:
         """This worker has a world, or ends."""

@@ -15,12 +15,12 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
-from elastic_train.errors import StoreUnreachable
+from elastic_train.errors import JobFinished, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, Arbitration
 from elastic_train.protocol.ballots import JOB, Ballots, Elsewhere, Round
 from elastic_train.protocol.branch_off import BranchOff
-from elastic_train.protocol.job import Denied, InQueue, Over, Place
+from elastic_train.protocol.job import Admitted, Denied
 from elastic_train.protocol.join_queue import Entrance, Finder, Size, Waiting, stores_by_node
 from elastic_train.protocol.known_worlds import Announcements, KnownWorlds, Newcomers
 from elastic_train.protocol.store import NUM_PROPOSERS, Afresh, Clients, KeyValueStore, Notes, OwnStore, entries, scoped
@@ -185,15 +185,15 @@ class PeerJob:
     def find(self) -> bool:
         return self._entrance.find()
 
-    def look_from_queue(self, mine: Waiting) -> Place:
+    def look_from_queue(self, mine: Waiting) -> Admitted | str:
         text = self._own.get("admitted")
         if text is None:
-            if self._own.get("over") is not None:
-                return Over()
+            if self.is_over():
+                raise JobFinished("the job reached its end while this node waited to be admitted")
             said = self._entrance.look(mine)
             text = self._own.get("admitted")
             if text is None:
-                return InQueue(said)
+                return said
         return self._newcomers.be_told(text, mine.member.uid)
 
     def leave_queue(self) -> None:

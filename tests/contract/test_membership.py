@@ -19,7 +19,7 @@ from elastic_train.elastic.barriers import Barriers, Surroundings, Waits
 from elastic_train.errors import FormationFailed, JobFailed, Refused
 from elastic_train.protocol import known_worlds
 from elastic_train.protocol.agreement import Agreement, Decision, LeftBehind, Liveness, Presence, Wait
-from elastic_train.protocol.job import Admitted, Denied, Job, Place
+from elastic_train.protocol.job import Admitted, Denied, Job
 from elastic_train.protocol.join_queue import Size, Waiting
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.plan import Plan, Preparation, mark
@@ -156,7 +156,7 @@ def joined(form: Form) -> tuple[list[Job], list[World], tuple[Job, World]]:
         assert after is not None
         job.enter(after, decision.facts, decision)
         following.append(after)
-    places: list[Place] = []
+    places: list[Admitted | str] = []
 
     def is_admitted() -> bool:
         places[:] = [newcomer.look_from_queue(Waiting(form.member(7), 1))]
@@ -183,7 +183,7 @@ def test_who_has_waited_for_a_job_that_cannot_be_reached_begins_another_one() ->
     for number in range(MIN_NODES):
         form.kill(number)
     cast(Any, newcomer)._finder._is_first = True
-    places: list[Place] = []
+    places: list[Admitted | str] = []
 
     def look() -> bool:
         places[:] = [newcomer.look_from_queue(Waiting(form.member(7), 1))]
