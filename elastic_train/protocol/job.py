@@ -162,7 +162,7 @@ class Job(Protocol):
         """This member is left out by what follows `world`, and goes on as nobody that had a vote: none waits for it."""
 
     def say_ready(self, world: World) -> None:
-        """This member is about to make the process group of `world`. Once. Raises: StoreUnreachable."""
+        """This member is about to make the process group of `world`; each call counts. Raises: StoreUnreachable."""
 
     def are_ready(self, world: World) -> bool:
         """Whether all who train have said so. Raises: StoreUnreachable."""

@@ -263,9 +263,7 @@ class Announcements:
     """
 
     def __init__(self, clients: Clients, known: KnownWorlds, newcomers: Newcomers) -> None:
-        self._own, self._clients, self._known, self._newcomers = clients.own, clients, known, newcomers
-        self._ready_for = ""
-        """uid of the world"""
+        self._clients, self._known, self._newcomers = clients, known, newcomers
 
     def present(self, world: World, ranks: Sequence[int]) -> dict[int, str]:
         """As Job.present."""
@@ -294,9 +292,6 @@ class Announcements:
 
     def say_ready(self, world: World) -> None:
         """As Job.say_ready."""
-        if self._ready_for == world.uid:
-            return  # each counts once
-        self._ready_for = world.uid
         append(self._clients.of_first(world), f"{world.key}/ready", str(world.rank))
 
     def are_ready(self, world: World) -> bool:
