@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 
 from elastic_train.elastic.barriers import Surroundings, no_answer, require_whole
@@ -148,7 +148,6 @@ class Joins:
 
     Args:
         uid: of this worker.
-        facts: what the job has agreed on, as far as this member knows; it grows.
         max_nodes, max_world_size, answering, form: as `Membership`'s.
         is_superseded: whether this is rank 0 of a side that stops, and the others of its world are told.
     """
@@ -159,14 +158,13 @@ class Joins:
         around: Surroundings,
         *,
         uid: str,
-        facts: Mapping[str, str],
         max_nodes: int,
         max_world_size: int | None,
         answering: Callable[[tuple[Member, ...]], tuple[Member, ...]],
         form: Callable[[World], FormedGroup] | None,
         is_superseded: Callable[[], bool],
     ) -> None:
-        self._job, self._around, self._uid, self._facts = job, around, uid, facts
+        self._job, self._around, self._uid = job, around, uid
         self._max_nodes, self._max_world_size = max_nodes, max_world_size
         self.news = QueueNews(job, around)
         self._answering, self._form, self._is_superseded = answering, form, is_superseded
@@ -257,7 +255,7 @@ class Joins:
             return
         inside = {member.node for member in world.members}
         ready_now = ready_nodes(self._job.queue(), world.members)
-        nodes = self.admissible(world, fitting_nodes(ready_now, self._facts.get("agreement")))
+        nodes = self.admissible(world, fitting_nodes(ready_now, self._job.facts.get("agreement")))
         if (why := self.why_closed) is not None:
             for node in nodes if why else ():
                 self.news.tell_once(node, why)
@@ -314,7 +312,7 @@ class Joins:
             self._around.draw_uid(),
             ranks=tuple(range(len(world.members))),
             new=newcomers,
-            facts=dict(self._facts),
+            facts=dict(self._job.facts),
         )
         plan = Plan(world.uid, world.members, decision)
         planned = plan.world_for(self._uid, self._max_world_size)

@@ -13,6 +13,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -195,7 +196,6 @@ class Membership:
         self._local_world_size, self._order, self._max_world_size = local_world_size, order, max_world_size
         self._clock, self._finish, self._group_store = surroundings.monotonic, surroundings.finish, group_store
         self._world: World | None = None
-        self._facts: dict[str, str] = {}
         self._num_reductions = 0
         self.forming = Forming()
         self.has_settled = False
@@ -207,13 +207,13 @@ class Membership:
         self.arrival = Arrival(
             job, watcher, surroundings, check=check, log=log, begin_timeout=begin_timeout, too_late=too_late
         )
-        self.side = OwnSide(other_sides, self._facts)
+        self.side = OwnSide(other_sides, job.facts)
         self.joins = Joins(
-            job, surroundings, uid=uid, facts=self._facts, max_nodes=max_nodes, max_world_size=max_world_size,
-            answering=answering, form=form, is_superseded=self.side.is_superseded,
+            job, surroundings, uid=uid, max_nodes=max_nodes, max_world_size=max_world_size, answering=answering,
+            form=form, is_superseded=self.side.is_superseded,
         )  # fmt: skip
         self.survivors = Survivors(
-            job, watcher, limits, surroundings, facts=self._facts, newcomers=self.joins.newcomers, check=check, log=log,
+            job, watcher, limits, surroundings, newcomers=self.joins.newcomers, check=check, log=log,
             require_no_better=self.side.require_no_better,
         )  # fmt: skip
         self.barriers = Barriers(job, watcher, limits, surroundings, check)
@@ -222,22 +222,15 @@ class Membership:
 
     def agreed_once(self, name: str, proposal: str) -> str:
         """The first `proposal` that any member of this job ever made under `name`; all later ones read it."""
-        for attempts_left in reversed(range(FIND_ATTEMPTS)):
-            try:
-                self._facts[name] = self.job.create_fact(name, proposal)
-                break
-            except StoreUnreachable:  # the host of the join queue is gone: there may be another one
-                if attempts_left == 0:
-                    raise
-                self.arrival.find()
-        return self._facts[name]
+        for _ in range(FIND_ATTEMPTS - 1):
+            with suppress(StoreUnreachable):
+                return self.job.create_fact(name, proposal)
+            self.arrival.find()  # the host of the join queue is gone: there may be another one
+        return self.job.create_fact(name, proposal)
 
     def published(self, name: str) -> str | None:
         """What a member of this job has made known with `agreed_once`; None where none has."""
-        found = self.job.fact(name)
-        if found is not None:
-            self._facts[name] = found
-        return found
+        return self.job.fact(name)
 
     # --- worlds -------------------------------------------------------------------------------------------------------
 
@@ -321,8 +314,7 @@ class Membership:
         )
 
     def _enter(self, world: World, facts: Mapping[str, str], decision: Decision | None) -> None:
-        self._facts.update(facts)
-        self.job.enter(world, self._facts, decision)
+        self.job.enter(world, facts, decision)
         self.watcher.adopt(world)
         self.forming.enter(world, has_stepped=self._num_reductions > 0)
         self._world, self._num_reductions = world, 0

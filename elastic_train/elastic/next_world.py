@@ -100,7 +100,6 @@ class Survivors:
     training thread alone; it keeps nothing between two worlds.
 
     Args:
-        facts: what the job has agreed on, as far as this member knows; it grows.
         newcomers: those whom the next world of this one admits, where nothing was prepared for them.
         check: raises Stopped where this worker was told to stop.
         require_no_better: raises Superseded where another side goes before this one.
@@ -114,15 +113,13 @@ class Survivors:
         limits: Waits,
         around: Surroundings,
         *,
-        facts: dict[str, str],
         newcomers: Callable[[World], tuple[Member, ...]],
         check: Callable[[], None],
         require_no_better: Callable[[], None],
         log: Callable[[str], None],
     ) -> None:
         self._job, self._watcher, self._limits, self._around = job, watcher, limits, around
-        self._facts, self._newcomers = facts, newcomers
-        self._check, self._require_no_better, self._log = check, require_no_better, log
+        self._newcomers, self._check, self._require_no_better, self._log = newcomers, check, require_no_better, log
         self.may_not_go_on: Callable[[str], None] = lambda _why: None
         """called once when this side waits for votes; the state should be saved then"""
 
@@ -262,7 +259,7 @@ class Survivors:
             is_heard=lambda rank: contacts.is_heard(world.members[rank]),
             is_gone=lambda rank: contacts.is_gone(world.members[rank]),
             newcomers=lambda: self._newcomers(world),
-            facts=self._facts,
+            facts=self._job.facts,
             draw_uid=self._around.draw_uid,
             watched=lambda: contacts.watched,
             watch_too=contacts.watch_too,

@@ -49,6 +49,10 @@ class Job(Protocol):
 
     # --- the job ----------------------------------------------------------------------------------------------------
 
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What the job has agreed on, as far as this member knows; it grows. For any thread."""
+
     def find(self) -> bool:
         """Look once for the job, or the place where it begins; whether there is one. Blocks for short timeouts.
 

@@ -89,8 +89,8 @@ class Facts:
             return None
 
     def take_over(self, facts: Mapping[str, str], *, is_newcomer: bool) -> None:
-        """Those that come with a world."""
-        for name, text in facts.items():
+        """Those that come with a world; a newcomer's own store says all that it knows from then on."""
+        for name, text in {**self.known, **facts}.items():
             if self.known.get(name) != text or is_newcomer:
                 self._own.put(f"fact/{name}", text)
         self.known.update(facts)
@@ -144,8 +144,9 @@ class PeerJob:
             self._clients, address, finder, size, run_id=run_id, refused=refused, begin=self._begin, clock=clock
         )
         self._facts = Facts(self._clients, self._entrance)
-        elsewhere = Elsewhere(finder, known, self._facts.known, run_id=run_id, goes_on=goes_on)
-        self._ballots = Ballots(known, self._arbitration, elsewhere, self._facts.known)
+        self.facts: Mapping[str, str] = self._facts.known
+        elsewhere = Elsewhere(finder, known, self.facts, run_id=run_id, goes_on=goes_on)
+        self._ballots = Ballots(known, self._arbitration, elsewhere, self.facts)
         branch_off = BranchOff(self._ballots, known, self._arbitration, peer_timeout=peer_timeout, clock=clock)
         self._decide = branch_off.decide if goes_on else self._ballots.decide
         self._world: World | None = None
@@ -326,7 +327,7 @@ class PeerJob:
             self._entrance.host_meanwhile(headless, lambda: self._world)
         # Some besides rank 0: the place where newcomers look may not hear rank 0 alone.
         if world is not None and (world.rank <= NUM_PROPOSERS or world is headless):
-            self._finder.show(stores_by_node(world), self._facts.known.get("job_token", ""), if_missing=world.rank > 0)
+            self._finder.show(stores_by_node(world), self.facts.get("job_token", ""), if_missing=world.rank > 0)
 
     def finish(self, world: World) -> None:
         self._own.put("over", world.uid)

@@ -196,6 +196,18 @@ def test_who_has_waited_for_a_job_that_cannot_be_reached_begins_another_one() ->
     assert newcomer.fact("job_token") not in (None, token, "mine")
 
 
+def test_a_newcomer_says_all_that_it_has_read_of_the_job_not_only_what_came_with_its_world() -> None:
+    form = PeersInMemory()
+    jobs, _worlds = begin(form)
+    jobs[0].create_fact("run_uid", "r")
+    newcomer = form.job(7)
+    assert newcomer.find()
+    assert newcomer.fact("run_uid") == "r"
+    newcomer.enter(World(0, 1, (form.member(7),)), {"token": "t"}, None)
+    assert newcomer.facts == {"run_uid": "r", "token": "t"}
+    assert {name: newcomer._own.get(f"fact/{name}") for name in newcomer.facts} == newcomer.facts
+
+
 @pytest.mark.parametrize("dead", [{0}, {2}, {0, 1}, {1, 2}])
 def test_the_others_go_on_without_the_dead(form: Form, dead: set[int]) -> None:
     jobs, worlds = begin(form)

@@ -35,10 +35,7 @@ class Queue:
     """What membership asks of the job here."""
 
     def __init__(self, waiting: list[Waiting], agreement: dict[str, Any]) -> None:
-        self.waiting, self._agreement = waiting, json.dumps(agreement)
-
-    def create_fact(self, _name: str, _proposal: str) -> str:
-        return self._agreement
+        self.waiting, self.facts = waiting, {"agreement": json.dumps(agreement)}
 
     def queue(self) -> list[Waiting]:
         return self.waiting
@@ -62,7 +59,6 @@ def newcomers(*waiting: Member, agreement: dict[str, Any]) -> tuple[Membership, 
     found = bare_membership(job, member(0), surroundings=Surroundings(monotonic=clock))
     world = World(0, 0, (member(0),))
     found.joins.enter(world)
-    found.agreed_once("agreement", "")
     return found, clock, world
 
 
