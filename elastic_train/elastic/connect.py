@@ -164,11 +164,11 @@ def watcher_of(applicant: Applicant, own: Endpoints, membership: Callable[[], Me
     """Not yet started."""
     waits = applicant.waits
 
-    def tend(world: World | None, is_spokesman: bool) -> None:
+    def tend(world: World | None) -> None:
         line = stuck.look(world)
-        if line is not None and world is not None and is_spokesman:
+        if line is not None and world is not None and world.rank == 0:
             membership().joins.news.tell_all(world, f"{world.me.name}: {line}")
-        membership().tend(world, is_spokesman)
+        membership().tend(world)
 
     def cut() -> None:
         if not watcher.verdicts:

@@ -353,11 +353,11 @@ class Membership:
         if not world.is_spare:  # nobody's step needs a spare
             self.watcher.announce_broken(is_by_vote=reason == "stopped")
 
-    def tend(self, world: World | None, is_spokesman: bool) -> None:
+    def tend(self, world: World | None) -> None:
         """Background tasks, on the watcher's thread."""
-        self.job.tend(world, is_spokesman=is_spokesman, headless=self.watcher.headless)
+        self.job.tend(world, headless=self.watcher.headless)
         self.side.tend(stands=world is not None)
-        if world is not None and is_spokesman:
+        if world is not None and world.rank == 0:
             self.joins.consider(world)
 
     def give_up(self, why: str, warn: Callable[[str], None]) -> None:

@@ -186,7 +186,7 @@ class Job(Protocol):
 
     # --- its thread and its end ---------------------------------------------------------------------------------------
 
-    def tend(self, world: World | None, *, is_spokesman: bool, headless: World | None = None) -> None:
+    def tend(self, world: World | None, *, headless: World | None = None) -> None:
         """Background tasks, about once a second, on the watcher's thread.
 
         Args:

@@ -99,8 +99,7 @@ class Watcher:
         peer_timeout: seconds after which a silent member is taken for dead.
         pace: how long the training thread may take.
         cut: closes the sockets of the present process group, from the watcher's thread.
-        tend: background tasks, about once a second, with the world and whether this is its rank 0; may raise
-            StoreUnreachable.
+        tend: background tasks, about once a second, with the world; may raise StoreUnreachable.
         give_up: ends the process, where the training thread still waits for a collective of a broken world after all
             the time that a step may take: gloo can lose the end of what was under way (collectives.py). Or where it
             does anything else there for as long as nothing takes (`Pace.last_limit`).
@@ -113,7 +112,7 @@ class Watcher:
         links: Pings,
         peer_timeout: float,
         cut: Callable[[], None],
-        tend: Callable[[World | None, bool], None],
+        tend: Callable[[World | None], None],
         monotonic: Callable[[], float] = time.monotonic,
         give_up: Callable[[str], None] = lambda _message: None,
         topology: Topology = STANDARD,
@@ -202,12 +201,6 @@ class Watcher:
             is_lost = 0 in self.verdicts or 0 in broken or self.contacts.is_refused(world.members[0])
             return world if is_lost else None
 
-    @property
-    def is_spokesman(self) -> bool:
-        """Whether this member is rank 0 of a world that stands."""
-        world = self._world
-        return world is not None and world.rank == 0
-
     def leave(self) -> None:
         """The world is over: nothing is cut from now on."""
         with self._lock:
@@ -254,7 +247,7 @@ class Watcher:
         if self._monotonic() >= self._next_tend:
             self._next_tend = self._monotonic() + TEND_SECONDS
             with suppress(StoreUnreachable):  # the next round asks again
-                self._tend(self._world, self.is_spokesman)
+                self._tend(self._world)
         self._end_if_stuck()
 
     def _status(self) -> str:

@@ -318,7 +318,7 @@ class PeerJob:
 
     # --- its thread and its end ---------------------------------------------------------------------------------------
 
-    def tend(self, world: World | None, *, is_spokesman: bool, headless: World | None = None) -> None:
+    def tend(self, world: World | None, *, headless: World | None = None) -> None:
         self._finder.keep(has_world=self._world is not None)
         self._known.old_keys.tend()
         world = world or self._world  # between two worlds, too: no other job may begin meanwhile

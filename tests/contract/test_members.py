@@ -63,7 +63,7 @@ class Members:
         """A new worker's."""
         job, form = self._form.job(number), self._form
         me = form.member(number)
-        watcher = Watcher(Pings(self.dead, self.silent), PEER_TIMEOUT, lambda: None, lambda _world, _is_spokesman: None)
+        watcher = Watcher(Pings(self.dead, self.silent), PEER_TIMEOUT, lambda: None, lambda _world: None)
         made = bare_membership(
             job,
             me,
@@ -152,7 +152,7 @@ def test_a_newcomer_joins(members: Members) -> None:
     first = members.of[worlds[0].me.pid]
 
     def is_due() -> bool:
-        first.tend(worlds[0], is_spokesman=True)
+        first.tend(worlds[0])
         return first.joins.vote() == NOW
 
     wait_until(is_due, "the newcomer is chosen", PATIENCE)

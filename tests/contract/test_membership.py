@@ -281,7 +281,7 @@ def test_who_comes_back_does_not_wait_in_its_own_queue() -> None:
     jobs[0].stand_down()  # it may save its state for minutes before it closes
     finder = cast(Any, jobs[0])._finder
     finder.shown = ()
-    jobs[0].tend(None, is_spokesman=False)
+    jobs[0].tend(None)
     assert finder.shown == (), "its sign would lead newcomers to it"
     form.finds = [member.store for member in worlds[0].members if member.store is not None]
     back = form.job(9)
@@ -334,7 +334,7 @@ def test_a_member_keeps_little_of_the_worlds_that_are_over(name: str, request: p
             job._own.put(f"queue/{job._own.add('queue/count', 1)}", Waiting(member(50 + number, ("h", 1)), 1).to_json())
             job.queue()
             job.settle(world)
-            job.tend(world, is_spokesman=rank == 0)
+            job.tend(world)
         sizes.append([len(job._own.keys()) for job in jobs if isinstance(job, PeerJob)])
         past.append((worlds, agree(form, jobs, worlds, [0, 1, 2])))
         following = [past[-1][1].world_for(world.me.uid, world, None) for world in worlds]

@@ -181,8 +181,8 @@ class Worker:
         if self.group is not None:
             self.group.shut()
 
-    def _tend(self, world: World | None, is_spokesman: bool) -> None:
-        self.membership.tend(world, is_spokesman)
+    def _tend(self, world: World | None) -> None:
+        self.membership.tend(world)
 
     def _note_votes(self, why: str) -> None:
         self.waits_for_votes = why

@@ -201,7 +201,7 @@ class Group:
         self.clock = Clock()
         self.warnings: list[str] = []
         self.given_up: list[str] = []
-        self.tended: list[tuple[World | None, bool]] = []
+        self.tended: list[World | None] = []
         self.cuts = [0] * size
         self.is_store_down = False
         self.links = [FakeLinks(self.clock) for _ in range(size)]
@@ -233,10 +233,10 @@ class Group:
 
         return cut
 
-    def tend(self, world: World | None, is_spokesman: bool) -> None:
+    def tend(self, world: World | None) -> None:
         if self.is_store_down:
             raise StoreUnreachable("down")
-        self.tended.append((world, is_spokesman))
+        self.tended.append(world)
 
     def note_step(self, seconds: float) -> None:
         """All have committed a step that took so long, and so did its collective."""
@@ -431,14 +431,11 @@ def test_an_announcement_does_not_take_a_verdict_back(group: Group) -> None:
 
 
 def test_after_leaving_nothing_is_cut(group: Group) -> None:
-    assert group.watchers[0].is_spokesman
-    assert not group.watchers[1].is_spokesman
     group.watchers[0].leave()
     group.watchers[1].announce_broken()
     group.turn()
     assert group.cuts[0] == 0
     assert group.cuts[2] >= 1
-    assert not group.watchers[0].is_spokesman
 
 
 def test_a_verdict_on_a_world_is_not_carried_into_the_next(group: Group) -> None:
@@ -851,13 +848,13 @@ def test_only_silent_members_are_unreachable(group: Group) -> None:
 
 def test_background_tasks_are_done_while_there_is_a_world_and_without_one(group: Group) -> None:
     group.pass_time(2.0)
-    assert (group.worlds[0], True) in group.tended
-    assert (group.worlds[1], False) in group.tended
+    assert group.worlds[0] in group.tended
+    assert group.worlds[1] in group.tended
     assert 3 * 3 <= len(group.tended) <= 3 * 5
     group.watchers[0].leave()
     group.tended.clear()
     group.pass_time(1.0)
-    assert (None, False) in group.tended
+    assert None in group.tended
 
 
 # --- the thread -------------------------------------------------------------------------------------------------------
@@ -865,7 +862,7 @@ def test_background_tasks_are_done_while_there_is_a_world_and_without_one(group:
 
 def test_the_thread_answers_tends_and_stops() -> None:
     links, has_tended = Links("127.0.0.1", "uid-0", INTERVAL, PEER_TIMEOUT), threading.Event()
-    watcher = Watcher(links, PEER_TIMEOUT, lambda: None, lambda _world, _is_spokesman: has_tended.set())
+    watcher = Watcher(links, PEER_TIMEOUT, lambda: None, lambda _world: has_tended.set())
     before = threading.active_count()
     watcher.thread.start()
     assert has_tended.wait(DEADLINE)
@@ -906,14 +903,14 @@ def test_a_last_word_is_sent_before_the_thread_ends() -> None:
 
 def test_a_watcher_that_never_found_its_job_ends() -> None:
     links = FakeLinks(Clock())
-    Watcher(links, PEER_TIMEOUT, lambda: None, lambda _world, _is_spokesman: None).thread.stop()
+    Watcher(links, PEER_TIMEOUT, lambda: None, lambda _world: None).thread.stop()
     assert links.is_closed
 
 
 def test_what_ends_the_thread_is_raised_in_the_training_thread() -> None:
     """Else this worker would silently look dead to the others."""
 
-    def tend(_world: World | None, _is_spokesman: bool) -> None:
+    def tend(_world: World | None) -> None:
         raise ValueError("a bug")
 
     links = Links("127.0.0.1", "uid-0", INTERVAL, PEER_TIMEOUT)

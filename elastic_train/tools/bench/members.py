@@ -86,7 +86,7 @@ class BenchMember:
         server, self._links = serve_store(), Links(HOST, uid, interval_for(most), PEER_TIMEOUT)
         self.store = TorchStore(server.store, timedelta(seconds=OWN_SECONDS))
         self._watcher = Watcher(
-            self._links, PEER_TIMEOUT, self._is_over.set, lambda world, first: self._membership.tend(world, first),
+            self._links, PEER_TIMEOUT, self._is_over.set, lambda world: self._membership.tend(world),
             interval=interval_for(most),
         )  # fmt: skip
         job = PeerJob(
