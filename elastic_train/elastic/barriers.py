@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from elastic_train.errors import FormationFailed, ReturnedAlone, StoreUnreachable
-from elastic_train.protocol.job import Job
 from elastic_train.protocol.liveness import Watcher
+from elastic_train.protocol.peers import PeerJob
 from elastic_train.rules import Activity
 from elastic_train.world import Reach, World
 
@@ -58,7 +58,7 @@ class Barriers:
     """
 
     def __init__(
-        self, job: Job, watcher: Watcher, limits: Waits, around: Surroundings, check: Callable[[], None]
+        self, job: PeerJob, watcher: Watcher, limits: Waits, around: Surroundings, check: Callable[[], None]
     ) -> None:
         self._job, self._watcher, self._limits = job, watcher, limits
         self._around, self._check = around, check
@@ -82,12 +82,12 @@ class Barriers:
     def _wait_at_rank_0(self, world: World) -> None:
         """Raises: as `wait_for_workers`; StoreUnreachable where rank 0 does not answer."""
         clock, peer_timeout = self._around.monotonic, self._limits.peer_timeout
-        self._job.say_ready(world)
+        self._job.announcements.say_ready(world)
         deadline = clock() + 2 * peer_timeout
-        while not self._job.are_ready(world):
+        while not self._job.announcements.are_ready(world):
             require_whole(self._watcher)
             if clock() > deadline:
-                ranks = ", ".join(map(str, self._job.not_ready(world)))
+                ranks = ", ".join(map(str, self._job.announcements.not_ready(world)))
                 raise FormationFailed(f"rank {ranks} did not come to the process group in {2 * peer_timeout:.0f} s")
             self._pause(world)
 
@@ -104,7 +104,7 @@ class Barriers:
         """Whether a member that needs no more nodes, for its training is through, goes on in `world`, or has."""
         with suppress(StoreUnreachable):  # who lives is for the watcher to tell
             is_over = self._job.heard(world, "finished") is not None
-            return is_over or len(self._job.not_ready(world)) < world.world_size
+            return is_over or len(self._job.announcements.not_ready(world)) < world.world_size
         return False
 
     def stand_by(self, world: World) -> str | None:
@@ -127,7 +127,7 @@ class Barriers:
     def announce_finished(self, world: World, result: str) -> None:
         """Tell the spares of the present world that the run is through, and with what."""
         with suppress(StoreUnreachable):
-            self._job.announce(world, "finished", result)
+            self._job.announcements.announce(world, "finished", result)
 
     def end_together(self, world: World) -> None:
         """Until all who train are through with their last collective: one whose peer closes its sockets meanwhile would

@@ -150,8 +150,8 @@ def connect_worker(applicant: Applicant) -> Membership:
     except BaseException:
         membership.close()
         raise
-    if isinstance(finder, Signposts) and finder.is_silent and not job.is_first and applicant.back is None:
-        host, port = address_of(job.host_says("host") or '["?", 0]')
+    if isinstance(finder, Signposts) and finder.is_silent and not job.entrance.is_first and applicant.back is None:
+        host, port = address_of(job.facts.host_says("host") or '["?", 0]')
         applicant.log(
             f"nobody answers at {finder.describe()}: this node joins the job that {applicant.run_dir} shows at "
             f"{host}:{port}; a job of its own takes another --run-dir"

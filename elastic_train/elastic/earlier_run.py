@@ -64,7 +64,7 @@ class EarlierRun:
         worker, membership, launch = self._worker, self._membership, self._worker.launch
         directory, config = worker.directory, worker.config
         use_interface_of(membership.address[0])
-        self._is_first_round = membership.job.is_first
+        self._is_first_round = membership.job.entrance.is_first
         is_fresh = config.fresh and self._back is None
         # Others may have begun since the first look: what they write must not be moved away.
         is_running = is_fresh and not (self._is_first_round and membership.published("run_uid") is None)

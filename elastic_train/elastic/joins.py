@@ -11,9 +11,10 @@ from elastic_train.elastic.formed_group import FormedGroup
 from elastic_train.elastic.next_world import REPORT_SECONDS, WHY_IT_WAITS, QueueNews, ReportTimes
 from elastic_train.errors import FormationFailed, JobFinished, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
-from elastic_train.protocol.job import Admitted, Job
 from elastic_train.protocol.join_queue import Waiting, fitting_nodes, ready_nodes, without_nodes_of
+from elastic_train.protocol.known_worlds import Admitted
 from elastic_train.protocol.liveness import Watcher
+from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.plan import HERE_SECONDS, Plan, Preparation, mark
 from elastic_train.rules import NOW, SOON, Activity, common_backend, next_generation
 from elastic_train.world import Member, World
@@ -42,7 +43,7 @@ class Arrival:
 
     def __init__(
         self,
-        job: Job,
+        job: PeerJob,
         watcher: Watcher,
         around: Surroundings,
         *,
@@ -62,9 +63,9 @@ class Arrival:
             Stopped: this worker was told to stop. StoreUnreachable, FormationFailed: there never will be one.
         """
         reports = self._report_times()
-        while not self._job.find():
+        while not self._job.entrance.find():
             self._check()
-            self._pause(reports, f"waiting for the job at {self._job.where()}")
+            self._pause(reports, f"waiting for the job at {self._job.finder.describe()}")
 
     def wait_in_queue(self, mine: Waiting, look: Callable[[], None]) -> Admitted:
         """Stand in the join queue until the job admits this worker. Blocks as long as others train without it.
@@ -84,7 +85,7 @@ class Arrival:
             self._watcher.do(Activity.FORM)
             place = self._job.look_from_queue(mine)
             if isinstance(place, Admitted):
-                self._job.leave_queue()
+                self._job.entrance.leave()
                 return place
             look()
             if self._around.monotonic() >= ask_at:
@@ -154,7 +155,7 @@ class Joins:
 
     def __init__(
         self,
-        job: Job,
+        job: PeerJob,
         around: Surroundings,
         *,
         uid: str,
@@ -215,7 +216,7 @@ class Joins:
         is_stale = self._world is None or plan.parent != self._world.uid  # that world has ended otherwise
         if preparation is None or is_stale or (preparation.failure is not None and not preparation.is_decided):
             absent = () if preparation is None else preparation.absent
-            self._job.drop(absent)  # until they come again
+            self._job.entrance.drop(absent)  # until they come again
             self._absent = (*absent, *(one for one in self._absent if one not in plan.decision.new))
             self._num_failed_plans += preparation is not None and not preparation.absent
             self._plan = None
@@ -255,7 +256,7 @@ class Joins:
             return
         inside = {member.node for member in world.members}
         ready_now = ready_nodes(self._job.queue(), world.members)
-        nodes = self.admissible(world, fitting_nodes(ready_now, self._job.facts.get("agreement")))
+        nodes = self.admissible(world, fitting_nodes(ready_now, self._job.facts.known.get("agreement")))
         if (why := self.why_closed) is not None:
             for node in nodes if why else ():
                 self.news.tell_once(node, why)
@@ -277,7 +278,7 @@ class Joins:
             return
         answering = self._answering(ready)
         gone = [member for member in ready if member not in answering]
-        self._job.drop(gone)
+        self._job.entrance.drop(gone)
         admits = without_nodes_of(gone, ready)
         if self._world is not world or self.why_closed is not None:  # by now
             return
@@ -312,7 +313,7 @@ class Joins:
             self._around.draw_uid(),
             ranks=tuple(range(len(world.members))),
             new=newcomers,
-            facts=dict(self._job.facts),
+            facts=dict(self._job.facts.known),
         )
         plan = Plan(world.uid, world.members, decision)
         planned = plan.world_for(self._uid, self._max_world_size)
@@ -356,14 +357,14 @@ class Joins:
         preparation = self._preparation
         if preparation is not None and preparation.world is not None:
             with suppress(StoreUnreachable):
-                self._job.announce(preparation.world, f"left/{preparation.world.rank}", reason)
+                self._job.announcements.announce(preparation.world, f"left/{preparation.world.rank}", reason)
 
     def take_formed(self, world: World) -> FormedGroup | None:
         """The process group of `world`, where it was formed ahead. It is the caller's from now on."""
         preparation, self._preparation = self._preparation, None
         if preparation is None or preparation.world is None or preparation.world.uid != world.uid:
             return None
-        self._job.note_place(world, is_shared=preparation.is_place_shared)
+        self._job.place.note(world.uid, is_shared=preparation.is_place_shared)
         formed: FormedGroup | None = preparation.formed
         return formed
 

@@ -1,6 +1,6 @@
 """One worker's part in the membership of its job: it finds the job, agrees with the others, watches them, and leaves.
 
-One class for every way in which workers meet. What they share, in stores of their own, is behind `protocol.job.Job`.
+One class for every way in which workers meet. What they share, in stores of their own, is behind `PeerJob`.
 Nothing here connects anywhere; the job, the pings, clock, sleep and randomness are arguments, so that the simulator in
 tests/ drives this very code.
 """
@@ -27,10 +27,11 @@ from elastic_train.elastic.joins import Arrival, Joins
 from elastic_train.elastic.next_world import Forming, Survivors
 from elastic_train.errors import LeftOut, SecondJob, StoreUnreachable, Superseded
 from elastic_train.protocol.agreement import Decision
-from elastic_train.protocol.job import SETTLED_REDUCTIONS, Job
 from elastic_train.protocol.join_queue import Waiting
+from elastic_train.protocol.known_worlds import SETTLED_REDUCTIONS
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.protocol.other_sides import SUPERSEDED, OtherSides
+from elastic_train.protocol.peers import PeerJob
 from elastic_train.rules import require_agreement
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.version import VERSION
@@ -169,7 +170,7 @@ class Membership:
 
     def __init__(
         self,
-        job: Job,
+        job: PeerJob,
         watcher: Watcher,
         limits: Waits,
         *,
@@ -207,7 +208,7 @@ class Membership:
         self.arrival = Arrival(
             job, watcher, surroundings, check=check, log=log, begin_timeout=begin_timeout, too_late=too_late
         )
-        self.side = OwnSide(other_sides, job.facts)
+        self.side = OwnSide(other_sides, job.facts.known)
         self.joins = Joins(
             job, surroundings, uid=uid, max_nodes=max_nodes, max_world_size=max_world_size, answering=answering,
             form=form, is_superseded=self.side.is_superseded,
@@ -224,13 +225,13 @@ class Membership:
         """The first `proposal` that any member of this job ever made under `name`; all later ones read it."""
         for _ in range(FIND_ATTEMPTS - 1):
             with suppress(StoreUnreachable):
-                return self.job.create_fact(name, proposal)
+                return self.job.facts.create(name, proposal)
             self.arrival.find()  # the host of the join queue is gone: there may be another one
-        return self.job.create_fact(name, proposal)
+        return self.job.facts.create(name, proposal)
 
     def published(self, name: str) -> str | None:
         """What a member of this job has made known with `agreed_once`; None where none has."""
-        return self.job.fact(name)
+        return self.job.facts.find(name)
 
     # --- worlds -------------------------------------------------------------------------------------------------------
 
@@ -252,7 +253,7 @@ class Membership:
             reference = self.published("agreement")
             if reference is not None:
                 require_agreement(me.agreement, json.loads(reference), "the run")
-            if self.side.may_branch and (said := self.job.host_says(POSITION)) is not None:
+            if self.side.may_branch and (said := self.job.facts.host_says(POSITION)) is not None:
                 require(from_json(Position, said))
             self.joins.consider_invitation()
 
@@ -348,7 +349,7 @@ class Membership:
 
     def leave(self, world: World, reason: str) -> None:
         """Tell the others that this worker leaves on purpose, so that nobody waits for it or looks for it."""
-        self.job.announce(world, f"left/{world.rank}", reason)
+        self.job.announcements.announce(world, f"left/{world.rank}", reason)
         self.joins.announce_leaving(reason)
         if not world.is_spare:  # nobody's step needs a spare
             self.watcher.announce_broken(is_by_vote=reason == "stopped")

@@ -13,9 +13,9 @@ from elastic_train.elastic.barriers import Surroundings, Waits
 from elastic_train.errors import FormationFailed, JobFailed, LeftOut, StoreUnreachable
 from elastic_train.protocol.agreement import Agreement, Decision, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.heartbeat import AwakeTime
-from elastic_train.protocol.job import Job
 from elastic_train.protocol.join_queue import ready_nodes
 from elastic_train.protocol.liveness import Watcher
+from elastic_train.protocol.peers import PeerJob
 from elastic_train.rules import Failure, seconds_to_form
 from elastic_train.world import Member, World
 
@@ -47,7 +47,7 @@ class QueueNews:
     """What rank 0 tells those who wait in the queue; for its watcher's thread. Nothing blocks, and one that does not
     answer is told nothing."""
 
-    def __init__(self, job: Job, around: Surroundings) -> None:
+    def __init__(self, job: PeerJob, around: Surroundings) -> None:
         self._job, self._around = job, around
         self._know: set[tuple[str, str]] = set()
         """uids of newcomers, and what they were told once"""
@@ -108,7 +108,7 @@ class Survivors:
 
     def __init__(
         self,
-        job: Job,
+        job: PeerJob,
         watcher: Watcher,
         limits: Waits,
         around: Surroundings,
@@ -134,7 +134,7 @@ class Survivors:
             with suppress(StoreUnreachable):  # rank 0 is gone: members that have heard of it have copies
                 first = self._job.world_store(world).create(f"{world.key}/{key}", mine)
             first = first or mine
-            self._job.announce(world, key, first)
+            self._job.announcements.announce(world, key, first)
         if json.loads(first)[0] == node:
             return Failure.OWN
         self.announce_fatal(world, f"step {step} fails on every member that tries it: {error_text}")
@@ -158,7 +158,7 @@ class Survivors:
 
     def announce_fatal(self, world: World, why: str) -> None:
         """The job cannot go on: a member that agrees on another world reads this and ends."""
-        self._job.announce(world, "fatal", why)
+        self._job.announcements.announce(world, "fatal", why)
 
     def decide(self, world: World, *, has_formed: bool, started: float) -> Decision | None:
         """What follows `world`; None where this spare of it has not heard those who train, and they still do. Blocks,
@@ -259,7 +259,7 @@ class Survivors:
             is_heard=lambda rank: contacts.is_heard(world.members[rank]),
             is_gone=lambda rank: contacts.is_gone(world.members[rank]),
             newcomers=lambda: self._newcomers(world),
-            facts=self._job.facts,
+            facts=self._job.facts.known,
             draw_uid=self._around.draw_uid,
             watched=lambda: contacts.watched,
             watch_too=contacts.watch_too,

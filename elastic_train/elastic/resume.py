@@ -138,10 +138,10 @@ class Resume:
             "interrupted": self._report.interrupted,
         }
         with state.lock.released() if had_state else nullcontext():  # one of the others may hang
-            told = gather_json({**mine, "sees": job.sees_place(world)})
+            told = gather_json({**mine, "sees": job.place.sees(world.uid)})
         if not had_state:  # it may read what the directory has, and write what the run is
             self._files.finish_claim()
-        job.note_place(world, is_shared=all(entry["sees"] for entry in told))
+        job.place.note(world.uid, is_shared=all(entry["sees"] for entry in told))
         steps = [entry["step"] for entry in told]
         others = apart(steps, [entry["plain"] for entry in told]) if max(steps) >= 0 else {}
         if min(steps) < max(steps) or max(steps) < 0 or others:

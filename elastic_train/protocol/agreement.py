@@ -24,12 +24,14 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic_train.errors import JobFailed
-from elastic_train.protocol.job import Denied, Job
 from elastic_train.rules import next_generation, next_members
 from elastic_train.world import Member, Reach, World, from_json, from_runs, to_json, to_runs, value_of
+
+if TYPE_CHECKING:
+    from elastic_train.protocol.peers import PeerJob
 
 NUM_AWAITED = 3
 """of the lower ranks that may propose, those that a member watches: the first of them may be silent"""
@@ -112,6 +114,16 @@ class Decision:
         return World(uids.index(uid), self.generation, members, max_world_size, self.uid) if uid in uids else None
 
 
+@dataclass(frozen=True)
+class Denied:
+    """A proposal that was not decided; the next look may."""
+
+    votes: tuple[str, ...] = ()
+    """uids of the voters without whom this side may not go on; empty where another one is proposing"""
+    gone_on: int | None = None
+    """generation of a world in which one of them trains, on another way than this member's: it is left behind"""
+
+
 # --- what a look finds ------------------------------------------------------------------------------------------------
 
 
@@ -154,7 +166,7 @@ class Agreement:
 
     def __init__(
         self,
-        job: Job,
+        job: PeerJob,
         world: World,
         presence: Presence,
         *,
@@ -230,7 +242,7 @@ class Agreement:
         return found.get(rank) or (Liveness.DEAD if rank in left else self._status(rank))
 
     def _note_present(self, ranks: Sequence[int]) -> None:
-        for rank, text in self._job.present(self._world, ranks).items():
+        for rank, text in self._job.announcements.present(self._world, ranks).items():
             self._present[rank] = from_json(Presence, text)
 
     def _gone(self, found: Mapping[int, Liveness], side: Collection[int]) -> set[str]:
@@ -240,7 +252,7 @@ class Agreement:
         return gone - {self._world.members[rank].uid for rank in side}
 
     def _ended(self, out: Mapping[str, bool], gone: Collection[str]) -> frozenset[str]:
-        """As `Job.ended_holders`. `out`: dead members, and whether each is gone for sure; others may have a state."""
+        """As `job.ended_holders`. `out`: dead members, and whether each is gone for sure; others may have a state."""
         is_anybody_silent = any(uid not in gone and not is_gone for uid, is_gone in out.items())
         return frozenset() if is_anybody_silent else self._job.ended_holders({*gone, *out})
 

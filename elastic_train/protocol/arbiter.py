@@ -183,6 +183,7 @@ class Arbitration:
 
     A world in which this member has not told whether it sees the place can be settled for nobody, and counts for
     nothing. In one in which it has, and was told nothing, others may know more: then it takes votes and claim.
+    `show`, `sees` and `claim` block for some seconds at most.
     """
 
     def __init__(self, arbiter: Arbiter | None, timeout: float, clock: Callable[[], float]) -> None:
@@ -238,7 +239,8 @@ class Arbitration:
         return bool(found) and all(one is True for one in found)
 
     def ended_holders(self, worlds: Sequence[Voters], gone: Collection[str]) -> frozenset[str]:
-        """As Job.ended_holders, of the worlds since the last settled one."""
+        """All who had the state after the first of these worlds, where each is among those that are gone for sure and
+        the place tells whether one of them went on before it died; else nobody."""
         holders = frozenset(worlds[0].members) - worlds[0].dead
         return holders if holders <= set(gone) and self.is_enough(worlds) else frozenset()
 

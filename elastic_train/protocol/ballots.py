@@ -17,9 +17,8 @@ from enum import IntEnum
 
 from elastic_train.branches import BRANCH, POSITION, Branch, Position, id_on, is_on
 from elastic_train.errors import StoreUnreachable
-from elastic_train.protocol.agreement import Decision
+from elastic_train.protocol.agreement import Decision, Denied
 from elastic_train.protocol.arbiter import ArbiterSilent, Arbitration, Claim, silent_members
-from elastic_train.protocol.job import Denied
 from elastic_train.protocol.join_queue import Finder
 from elastic_train.protocol.known_worlds import FORGOTTEN, KnownWorlds, tell_released
 from elastic_train.protocol.laws import Voters, may_go_on, missing_votes
@@ -126,7 +125,7 @@ class Round:
     answering: frozenset[str] = frozenset()
     """uids of members of this world that answer probes, whether they take part or not"""
     ended: frozenset[str] = frozenset()
-    """as Job.ended_holders: their votes are not waited for, where a claim is made"""
+    """as `PeerJob.ended_holders`: their votes are not waited for, where a claim is made"""
     needs_votes: bool = True
     """whether a claim does not make up for them"""
     needs_all: bool = False
@@ -164,7 +163,7 @@ class Ballots:
         self._lock = threading.Lock()
 
     def decide(self, round_: Round) -> str | Denied:
-        """As Job.decide. On either thread."""
+        """Make its proposal, or one that others have accepted before, the successor of its world. On either thread."""
         if not self._arbitration.is_needed(self._known.voters):
             return self.decide_by_votes(round_)
         with contextlib.suppress(ArbiterSilent):
@@ -291,7 +290,8 @@ class Ballots:
         round_.clients.ask_each(world, reachable, lambda store: store.put(f"{world.key}/next", text))
 
     def decided(self, clients: Clients, world: World, asked: Sequence[int]) -> str | Denied | None:
-        """As Job.decided."""
+        """The decision that stands, as far as this member or one of the ranks `asked` knows. Denied: one of these knows
+        only that others have gone on long ago."""
         key = f"{world.key}/next"
         text = clients.own.get(key)
         for rank in asked if text is None else ():
@@ -316,7 +316,7 @@ class Ballots:
         return str(told["decision"])
 
     def release(self, clients: Clients, world: World, decision: Decision) -> None:
-        """As Job.release."""
+        """This member is left out by what follows `world`, and goes on as nobody that had a vote: none waits for it."""
         # Its register first: whoever still collects this vote is led to the same decision.
         change(clients.own, world, lambda _: release(world.rank, decision.to_json()))
         for member in decision.members_after(world):

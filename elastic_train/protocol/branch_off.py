@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from elastic_train.branches import BRANCH, MOST_OTHERS, Branch
-from elastic_train.protocol.agreement import Decision
+from elastic_train.protocol.agreement import Decision, Denied
 from elastic_train.protocol.arbiter import Arbitration, silent_members
 from elastic_train.protocol.ballots import Ballots, Round, uids
-from elastic_train.protocol.job import Denied
 from elastic_train.protocol.known_worlds import KnownWorlds
 from elastic_train.world import to_json
 
@@ -38,7 +37,7 @@ class BranchOff:
         """uid of the world, of whom nothing is heard, and since when it is these"""
 
     def decide(self, round_: Round) -> str | Denied:
-        """As Job.decide, by the laws where they allow it."""
+        """As `Ballots.decide`, which goes by the laws, where these allow it."""
         outcome = self._ballots.decide(round_)
         if not isinstance(outcome, Denied) or not outcome.votes or outcome.gone_on is not None:
             return outcome

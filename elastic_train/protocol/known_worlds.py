@@ -8,18 +8,19 @@ import json
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbitration
-from elastic_train.protocol.job import Admitted
 from elastic_train.protocol.join_queue import Waiting, admitted_key
 from elastic_train.protocol.laws import Voters
 from elastic_train.protocol.store import Clients, KeyValueStore, OwnStore, append, entries, scoped
 from elastic_train.rules import agreeing, next_generation
 from elastic_train.world import Member, World, to_json, value_of
 
+SETTLED_REDUCTIONS = 2
+"""after which a world is settled for a member that has finished them"""
 CARRIED_FACTS = ("job_token", "run_uid", "agreement")
 KEPT_DECISIONS = 16
 """worlds before the settled one whose successors a member knows; of older ones it knows only that they are over"""
@@ -169,6 +170,16 @@ def tell_released(store: KeyValueStore, world: World) -> None:
     store.add(RELEASED, 1)  # last: who finds it counted finds the key
 
 
+@dataclass(frozen=True)
+class Admitted:
+    """A newcomer is in a world."""
+
+    world: World
+    facts: Mapping[str, str]
+    came_later: bool
+    """whether others trained before"""
+
+
 class Newcomers:
     """What newcomers are told of the world that they are in, and of those before it that count.
 
@@ -266,7 +277,7 @@ class Announcements:
         self._clients, self._known, self._newcomers = clients, known, newcomers
 
     def present(self, world: World, ranks: Sequence[int]) -> dict[int, str]:
-        """As Job.present."""
+        """What those of `ranks` that are present have said (`PeerJob.say_present`)."""
 
         def ask(store: KeyValueStore) -> str | None:
             text, settled = store.get_many([f"{world.key}/present", "settled"])
@@ -280,7 +291,10 @@ class Announcements:
         return {rank: text for rank, text in self._clients.ask_each(world, ranks, ask).items() if text is not None}
 
     def announce(self, world: World, name: str, text: str) -> None:
-        """As Job.announce."""
+        """Tell every member of `world` that can be reached; the first text under a name counts.
+
+        `left/RANK` and `finished` are of this world alone, all else is of the job.
+        """
 
         def write(store: KeyValueStore) -> None:
             if name.startswith("left/"):
@@ -291,14 +305,14 @@ class Announcements:
         self._clients.ask_each(world, range(len(world.members)), write)
 
     def say_ready(self, world: World) -> None:
-        """As Job.say_ready."""
+        """This member is about to make the process group of `world`; each call counts. Raises: StoreUnreachable."""
         append(self._clients.of_first(world), f"{world.key}/ready", str(world.rank))
 
     def are_ready(self, world: World) -> bool:
-        """As Job.are_ready."""
+        """Whether all who train have said so. Raises: StoreUnreachable."""
         return int(self._clients.of_rank(world, 0).get(f"{world.key}/ready/count") or 0) >= world.world_size
 
     def not_ready(self, world: World) -> tuple[int, ...]:
-        """As Job.not_ready."""
+        """Ranks that have not, for a person. Raises: StoreUnreachable."""
         ready = set(map(int, entries(self._clients.of_rank(world, 0), f"{world.key}/ready")))
         return tuple(rank for rank in range(world.world_size) if rank not in ready)

@@ -16,13 +16,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from elastic_train.errors import JobFinished, StoreUnreachable
-from elastic_train.protocol.agreement import Decision
+from elastic_train.protocol.agreement import Decision, Denied
 from elastic_train.protocol.arbiter import Arbiter, Arbitration
 from elastic_train.protocol.ballots import JOB, Ballots, Elsewhere, Round
 from elastic_train.protocol.branch_off import BranchOff
-from elastic_train.protocol.job import Admitted, Denied
 from elastic_train.protocol.join_queue import Entrance, Finder, Size, Waiting, stores_by_node
-from elastic_train.protocol.known_worlds import Announcements, KnownWorlds, Newcomers
+from elastic_train.protocol.known_worlds import Admitted, Announcements, KnownWorlds, Newcomers
 from elastic_train.protocol.store import NUM_PROPOSERS, Afresh, Clients, KeyValueStore, Notes, OwnStore, entries, scoped
 from elastic_train.world import Address, Member, World
 
@@ -36,17 +35,21 @@ class Facts:
     def __init__(self, clients: Clients, entrance: Entrance) -> None:
         self._own, self._clients, self._entrance = clients.own, clients, entrance
         self.known: dict[str, str] = {}
+        """as far as this member knows; it grows"""
+        self.world: World | None = None
+        """that this member is in"""
 
-    def create(self, name: str, proposal: str, world: World | None) -> str:
-        """As Job.create_fact, in this world."""
+    def create(self, name: str, proposal: str) -> str:
+        """The first value that was ever proposed under a name, ours or an earlier one. Raises: StoreUnreachable."""
         if name not in self.known:
-            self.known[name] = self._create(f"fact/{name}", proposal, world)
+            self.known[name] = self._create(f"fact/{name}", proposal)
             self._own.put(f"fact/{name}", self.known[name])
-            self._tell_spares(name, self.known[name], world)
+            self._tell_spares(name, self.known[name])
         return self.known[name]
 
-    def _create(self, key: str, proposal: str, world: World | None) -> str:
+    def _create(self, key: str, proposal: str) -> str:
         """At rank 0 of the world, before it at the host of the queue."""
+        world = self.world
         try:
             if world is not None:
                 return self._clients.of_rank(world, 0).create(key, proposal)
@@ -58,16 +61,17 @@ class Facts:
             self._clients.lose_rank(world, 0)
             return proposal  # a death ends this world, and the next one agrees on one state again
 
-    def _tell_spares(self, name: str, text: str, world: World | None) -> None:
+    def _tell_spares(self, name: str, text: str) -> None:
         """Those who train agree by themselves; rank 0 tells the spares."""
+        world = self.world
         if world is not None and world.rank == 0:
             spares = range(world.world_size, len(world.members))
             self._clients.ask_each(world, spares, lambda store: store.put(f"fact/{name}", text))
 
-    def find(self, name: str, world: World | None) -> str | None:
-        """As Job.fact, in this world."""
+    def find(self, name: str) -> str | None:
+        """A value that was proposed, None where none was."""
         host = self._entrance.host_store
-        if name not in self.known and world is None and host is not None:
+        if name not in self.known and self.world is None and host is not None:
             try:
                 found = host.get(f"fact/{name}")
             except StoreUnreachable:  # the next look finds another host
@@ -80,7 +84,7 @@ class Facts:
         return self.known.get(name)
 
     def host_says(self, key: str) -> str | None:
-        """As Job.host_says."""
+        """What the host of the queue has in its own store, for one in the queue; None where there is nothing."""
         try:
             host = self._entrance.host_store
             return None if host is None else host.get(key)
@@ -88,16 +92,21 @@ class Facts:
             self._entrance.forget_host()
             return None
 
-    def take_over(self, facts: Mapping[str, str], *, is_newcomer: bool) -> None:
-        """Those that come with a world; a newcomer's own store says all that it knows from then on."""
+    def enter(self, world: World, facts: Mapping[str, str]) -> None:
+        """This member has entered `world`, which comes with these; a newcomer's store says from now on all it knows."""
         for name, text in {**self.known, **facts}.items():
-            if self.known.get(name) != text or is_newcomer:
+            if self.known.get(name) != text or self.world is None:
                 self._own.put(f"fact/{name}", text)
         self.known.update(facts)
+        self.world = world
 
 
 class PeerJob:
-    """As job.Job.
+    """What one member shares with the others of its job. Values are text. Every call answers at once, or raises
+    StoreUnreachable; none waits for others.
+
+    Those who deal with one of its parts hold that: `facts`, `entrance`, `announcements`, `place`, `finder`. For the
+    training thread; `tend`, `queue` and `entrance.drop` are for the watcher's thread too.
 
     Args:
         own: this member's own store; it answers two threads.
@@ -131,23 +140,22 @@ class PeerJob:
         in_background: Callable[[Callable[[], None]], None] = lambda _task: None,
         goes_on: bool = False,
     ) -> None:
-        self._own, self._finder, self._peer_timeout, self._in_background = own, finder, peer_timeout, in_background
+        self._own, self.finder, self._peer_timeout, self._in_background = own, finder, peer_timeout, in_background
         self._clients = Clients(own, uid, reach)
         self._beside = Clients(own, uid, reach)
         """for the thread that prepares a join"""
         self._known = known = KnownWorlds(own)
-        self._arbitration = Arbitration(arbiter, peer_timeout, clock)
-        self._newcomers = Newcomers(self._clients, known, self._arbitration, max_world_size, draw_uid)
-        self._announcements = Announcements(self._clients, known, self._newcomers)
+        self.place = Arbitration(arbiter, peer_timeout, clock)
+        self._newcomers = Newcomers(self._clients, known, self.place, max_world_size, draw_uid)
+        self.announcements = Announcements(self._clients, known, self._newcomers)
         self._draw_uid = draw_uid
-        self._entrance = Entrance(
+        self.entrance = Entrance(
             self._clients, address, finder, size, run_id=run_id, refused=refused, begin=self._begin, clock=clock
         )
-        self._facts = Facts(self._clients, self._entrance)
-        self.facts: Mapping[str, str] = self._facts.known
-        elsewhere = Elsewhere(finder, known, self.facts, run_id=run_id, goes_on=goes_on)
-        self._ballots = Ballots(known, self._arbitration, elsewhere, self.facts)
-        branch_off = BranchOff(self._ballots, known, self._arbitration, peer_timeout=peer_timeout, clock=clock)
+        self.facts = Facts(self._clients, self.entrance)
+        elsewhere = Elsewhere(finder, known, self.facts.known, run_id=run_id, goes_on=goes_on)
+        self._ballots = Ballots(known, self.place, elsewhere, self.facts.known)
+        branch_off = BranchOff(self._ballots, known, self.place, peer_timeout=peer_timeout, clock=clock)
         self._decide = branch_off.decide if goes_on else self._ballots.decide
         self._world: World | None = None
         self._is_host_meanwhile = False
@@ -157,69 +165,51 @@ class PeerJob:
         own.put("run_id", run_id)
         own.put("uid", uid)
 
-    # --- the job ----------------------------------------------------------------------------------------------------
-
-    @property
-    def is_first(self) -> bool:
-        return self._entrance.is_first
-
-    def create_fact(self, name: str, proposal: str) -> str:
-        return self._facts.create(name, proposal, self._world)
-
-    def fact(self, name: str) -> str | None:
-        return self._facts.find(name, self._world)
-
-    def host_says(self, key: str) -> str | None:
-        return self._facts.host_says(key)
-
     def _begin(self, members: tuple[Member, ...]) -> None:
         """As Newcomers.begin; as a job of its own where this worker has waited for another, which may live."""
-        if not self._entrance.is_first:
+        if not self.entrance.is_first:
             self._own.put(f"fact/{JOB}", self._draw_uid())
         self._newcomers.begin(members)
 
     # --- the join queue -----------------------------------------------------------------------------------------------
 
-    def where(self) -> str:
-        return self._finder.describe()
-
-    def find(self) -> bool:
-        return self._entrance.find()
-
     def look_from_queue(self, mine: Waiting) -> Admitted | str:
+        """Stand in the join queue, and see what becomes of it, or what is waited for, for a person. Called again and
+        again by one that has no world. Raises: JobFinished."""
         text = self._own.get("admitted")
         if text is None:
             if self.is_over():
                 raise JobFinished("the job reached its end while this node waited to be admitted")
-            said = self._entrance.look(mine)
+            said = self.entrance.look(mine)
             text = self._own.get("admitted")
             if text is None:
                 return said
         return self._newcomers.be_told(text, mine.member.uid)
 
-    def leave_queue(self) -> None:
-        self._entrance.leave()
-
     def queue(self) -> list[Waiting]:
-        waiting = self._entrance.queue()
-        self.drop(self._newcomers.tell_again(self._world, waiting))
+        """Workers in the join queue, for rank 0."""
+        waiting = self.entrance.queue()
+        self.entrance.drop(self._newcomers.tell_again(self._world, waiting))
         return waiting
 
-    def drop(self, members: Sequence[Member]) -> None:
-        self._entrance.drop(members)
-
     def is_over(self) -> bool:
+        """Whether the job has reached its end, for one that is to be in a world whose others may never come."""
         return self._own.get("over") is not None
 
-    # --- a join that is prepared --------------------------------------------------------------------------------------
+    # --- a join that is prepared while the world trains: for a thread of its own, but `told` --------------------------
 
     def beside(self, member: Member) -> Notes:
+        """Notes for what is told to `member`, of a plan or of why it waits. Each call raises StoreUnreachable where
+        there is no answer; the next one may have one."""
         return Afresh(self._beside, member)
 
     def told(self, key: str) -> str | None:
+        """What this worker, in the join queue, was told by `beside` under that key."""
         return self._own.get(key)
 
     def decide_ahead(self, world: World, decision: Decision) -> bool:
+        """Make `decision` the successor of `world`, which trains on, and announce it to its members. Returns whether it
+        is the successor. For rank 0."""
         text = decision.to_json()
         voters, everybody = self._known.voters_without(()), range(len(world.members))
         if self._ballots.decide(Round(self._beside, world, voters, text, everybody, frozenset())) != text:
@@ -229,11 +219,13 @@ class PeerJob:
         return True
 
     def stop_planning(self) -> None:
+        """`beside` and `decide_ahead` are done with, on that thread."""
         self._beside.keep_only(())
 
     # --- a world ------------------------------------------------------------------------------------------------------
 
-    def enter(self, world: World, facts: Mapping[str, str], decision: Decision | None = None) -> None:
+    def enter(self, world: World, facts: Mapping[str, str], decision: Decision | None) -> None:
+        """This member has adopted `world`, by `decision` or from the queue; newcomers find the job by it."""
         if decision is not None:
             self._newcomers.message = self._newcomers.message_for(decision, self._world)
         self._known.enter(world, decision)
@@ -242,7 +234,7 @@ class PeerJob:
         invited, self._invited = self._invited, ()
         if before is None:
             self._own.put("begun", world.uid)
-        self._facts.take_over(facts, is_newcomer=before is None)
+        self.facts.enter(world, facts)
         if before is None or was_host or before.members[0].uid != world.members[0].uid:
             self._own.put("host", json.dumps(world.members[0].store))
         if decision is not None and world.rank == 0 and decision.new != invited:
@@ -252,95 +244,102 @@ class PeerJob:
 
     def _after_entering(self, world: World) -> None:
         """What nobody waits for."""
-        self.drop(world.members)
+        self.entrance.drop(world.members)
         self._clients.connect_ahead(world, lambda: self._world is world)
 
     def settle(self, world: World) -> None:
+        """This member has finished SETTLED_REDUCTIONS in the present world: all who train there have the state."""
         self._known.settle(world)
-        self._arbitration.forget_all_but(self._known.voters)
+        self.place.forget_all_but(self._known.voters)
         self._own.put("settled", json.dumps([world.generation, world.uid]))
 
     def say_present(self, world: World, text: str) -> None:
+        """This member wants to be in the world after `world`."""
         self._own.put(f"{world.key}/present", text)
 
-    def present(self, world: World, ranks: Sequence[int]) -> dict[int, str]:
-        return self._announcements.present(world, ranks)
-
-    def announce(self, world: World, name: str, text: str) -> None:
-        self._announcements.announce(world, name, text)
-
     def heard(self, world: World, name: str) -> str | None:
+        """What was announced to this member."""
         return self._own.get(scoped(world, name))
 
     def left(self, world: World) -> frozenset[int]:
+        """Ranks that have announced that they leave on purpose (`left/RANK`)."""
         return frozenset(map(int, entries(self._own, f"{world.key}/left")))
 
     def decided(self, world: World, asked: Sequence[int]) -> str | Denied | None:
+        """As `Ballots.decided`."""
         return self._ballots.decided(self._clients, world, asked)
 
     def show_place(self, world: World) -> None:
-        self._arbitration.show(world.uid)
-
-    def sees_place(self, world: World) -> bool:
-        return self._arbitration.sees(world.uid)
-
-    def note_place(self, world: World, *, is_shared: bool | None) -> None:
-        self._arbitration.note(world.uid, is_shared=is_shared)
+        """Leave a fresh name in the place that members may share, for others to see. Rank 0 of a world calls it before
+        the world's first collective. Blocks for some seconds at most."""
+        self.place.show(world.uid)
 
     def ended_holders(self, gone: Collection[str]) -> frozenset[str]:
-        return self._arbitration.ended_holders(self._known.voters, gone)
+        """As `Arbitration.ended_holders`, of the worlds since the last settled one."""
+        return self.place.ended_holders(self._known.voters, gone)
 
     def decide(
         self, world: World, proposal: str, reachable: Sequence[int], *, dead: frozenset[str] = frozenset(),
         ended: frozenset[str] = frozenset(), answering: frozenset[str] = frozenset(),
     ) -> str | Denied:  # fmt: skip
+        """Make the proposal, or one that others have accepted before, the successor of `world`.
+
+        Args:
+            reachable: ranks that may be asked, this member's first.
+            dead: uids of members of `world` that are proven dead in time, or have left.
+            ended: what `ended_holders` says.
+            answering: uids of members of `world` that answer pings, whether they take part or not.
+        """
         voters = self._known.voters_without(dead)
         return self._decide(Round(self._clients, world, voters, proposal, reachable, dead, answering, ended))
 
     def release(self, world: World, decision: Decision) -> None:
+        """As `Ballots.release`."""
         self._ballots.release(self._clients, world, decision)
 
-    def say_ready(self, world: World) -> None:
-        self._announcements.say_ready(world)
-
-    def are_ready(self, world: World) -> bool:
-        return self._announcements.are_ready(world)
-
-    def not_ready(self, world: World) -> tuple[int, ...]:
-        return self._announcements.not_ready(world)
-
     def world_store(self, world: World) -> KeyValueStore:
+        """A store for what all members of `world` share while it stands, below its key. Raises: StoreUnreachable."""
         return self._clients.of_first(world)
 
     def seconds_to_wait(self, world: World, answered: Mapping[str, float]) -> float:
+        """Until this member may enter its first reduction in `world`, so that those left out have stopped (law 2).
+
+        Args:
+            answered: seconds since this member last answered a ping of each uid.
+        """
         left_out = self._known.left_out(world)
         return max((self._peer_timeout - answered.get(uid, math.inf) for uid in left_out), default=0.0)
 
     # --- its thread and its end ---------------------------------------------------------------------------------------
 
     def tend(self, world: World | None, *, headless: World | None = None) -> None:
-        self._finder.keep(has_world=self._world is not None)
+        """Background tasks, about once a second, on the watcher's thread. `headless`: the world that has lost its rank
+        0, where the others are yet to agree on another one."""
+        self.finder.keep(has_world=self._world is not None)
         self._known.old_keys.tend()
         world = world or self._world  # between two worlds, too: no other job may begin meanwhile
         if headless is not None and headless.rank > 0 and headless is self._world and not self._is_host_meanwhile:
             self._is_host_meanwhile = True
-            self._entrance.host_meanwhile(headless, lambda: self._world)
+            self.entrance.host_meanwhile(headless, lambda: self._world)
         # Some besides rank 0: the place where newcomers look may not hear rank 0 alone.
         if world is not None and (world.rank <= NUM_PROPOSERS or world is headless):
-            self._finder.show(stores_by_node(world), self.facts.get("job_token", ""), if_missing=world.rank > 0)
+            self.finder.show(stores_by_node(world), self.facts.known.get("job_token", ""), if_missing=world.rank > 0)
 
     def finish(self, world: World) -> None:
+        """The job has reached its end: tell those in the join queue. Rank 0 calls it."""
         self._own.put("over", world.uid)
-        for member in (*(waiting.member for waiting in self._entrance.queue()), *self._invited):
+        for member in (*(waiting.member for waiting in self.entrance.queue()), *self._invited):
             with suppress(StoreUnreachable):
                 self._clients.of(member).put("over", world.uid)
 
     def stand_down(self) -> None:
-        self._world = None
+        """This member is in no world any more: no newcomer is to wait for it. Its watcher may still tend."""
+        self._world = self.facts.world = None
         with suppress(StoreUnreachable):  # it lives as long as the process: newcomers would wait there
-            self._entrance.forget_host()
+            self.entrance.forget_host()
 
     def close(self) -> None:
+        """Leave nothing behind."""
         self.stand_down()
-        self._finder.close()
+        self.finder.close()
         self._clients.keep_only(())

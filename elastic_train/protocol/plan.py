@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from elastic_train.errors import FormationFailed, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
-from elastic_train.protocol.job import Job
+from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.store import Notes
 from elastic_train.world import Member, Reach, World, to_json, value_of
 
@@ -82,7 +82,7 @@ class Preparation:
 
     def __init__(
         self,
-        job: Job,
+        job: PeerJob,
         form: Callable[[World], Any],
         clock: Callable[[], float],
         sleep: Callable[[float], None],
@@ -214,7 +214,7 @@ class Preparation:
         self.plan, self.world = plan, planned
         formed = self._form(planned)
         self._reach("formed", planned)
-        self.is_place_shared = None if self._job.sees_place(planned) else False
+        self.is_place_shared = None if self._job.place.sees(planned.uid) else False
         self.formed = formed
         self._mark("formed", planned, BLIND if self.is_place_shared is False else SEES)
 
@@ -225,7 +225,7 @@ class Preparation:
 
     def _note_place(self, planned: World, is_shared: bool) -> None:
         self.is_place_shared = is_shared
-        self._job.note_place(planned, is_shared=is_shared)
+        self._job.place.note(planned.uid, is_shared=is_shared)
 
     def _wait_for(
         self,
@@ -261,14 +261,14 @@ class Preparation:
         return insist(self._job, member, question, lambda: self.is_cancelled or self._clock() > deadline, self._sleep)
 
 
-def mark(job: Job, name: str, planned: World, is_over: Callable[[], bool], sleep: Callable[[float], None]) -> None:
+def mark(job: PeerJob, name: str, planned: World, is_over: Callable[[], bool], sleep: Callable[[float], None]) -> None:
     """Tell rank 0 how far this member is. Blocks and raises as `insist`."""
     key = f"{name}/{planned.key}/{planned.rank}"
     insist(job, planned.members[0], lambda notes: notes.put(key, name), is_over, sleep)
 
 
 def insist(
-    job: Job,
+    job: PeerJob,
     member: Member,
     question: Callable[[Notes], Answer],
     is_over: Callable[[], bool],

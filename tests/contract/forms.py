@@ -18,7 +18,6 @@ from elastic_train.elastic.claims import Bounded
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.arbiter import Arbiter
 from elastic_train.protocol.group_store import GroupStoreServer
-from elastic_train.protocol.job import Job
 from elastic_train.protocol.join_queue import Finder, Size
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.signposts import Signposts, reach
@@ -53,7 +52,7 @@ class Clock:
 class Form(Protocol):
     """One way to keep a job."""
 
-    def job(self, number: int) -> Job:
+    def job(self, number: int) -> PeerJob:
         """A new worker's."""
 
     def member(self, number: int) -> Member:
@@ -231,7 +230,7 @@ class PeersOnTcp(PeersInMemory):
         self._endpoint = ("127.0.0.1", free_port())
         self._served: dict[int, tuple[Address, _Own]] = {}
         self._finders: dict[int, Finder] = {}
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, PeerJob] = {}
 
     def job(self, number: int) -> PeerJob:
         server = GroupStoreServer("127.0.0.1")

@@ -18,9 +18,9 @@ from elastic_train.branches import BRANCH, Branch
 from elastic_train.elastic.barriers import Barriers, Surroundings, Waits
 from elastic_train.errors import FormationFailed, JobFailed, Refused
 from elastic_train.protocol import known_worlds
-from elastic_train.protocol.agreement import Agreement, Decision, LeftBehind, Liveness, Presence, Wait
-from elastic_train.protocol.job import Admitted, Denied, Job
+from elastic_train.protocol.agreement import Agreement, Decision, Denied, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.join_queue import Size, Waiting
+from elastic_train.protocol.known_worlds import Admitted
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.plan import Plan, Preparation, mark
 from elastic_train.rules import ITEMS
@@ -28,19 +28,19 @@ from elastic_train.world import Member, World, to_json
 from tests.contract.forms import FORMS, MIN_NODES, PATIENCE, PEER_TIMEOUT, Form, PeersInMemory, eventually, member
 
 
-def begin(form: Form) -> tuple[list[Job], list[World]]:
+def begin(form: Form) -> tuple[list[PeerJob], list[World]]:
     """The first world of MIN_NODES workers, each with its job, by rank."""
     jobs = {number: form.job(number) for number in range(MIN_NODES)}
     worlds: dict[int, World] = {}
 
     def look() -> bool:
         for number, job in jobs.items():
-            if number not in worlds and job.find():
+            if number not in worlds and job.entrance.find():
                 place = job.look_from_queue(Waiting(form.member(number), 1))
                 if isinstance(place, Admitted):
                     assert not place.came_later
                     job.enter(place.world, place.facts, None)
-                    job.leave_queue()
+                    job.entrance.leave()
                     worlds[number] = place.world
         return len(worlds) == MIN_NODES
 
@@ -51,7 +51,7 @@ def begin(form: Form) -> tuple[list[Job], list[World]]:
 
 def agreement(
     form: Form,
-    job: Job,
+    job: PeerJob,
     world: World,
     status: dict[int, Liveness],
     newcomers: Sequence[Member] = (),
@@ -75,7 +75,7 @@ def agreement(
 
 def agree(
     form: Form,
-    jobs: list[Job],
+    jobs: list[PeerJob],
     worlds: list[World],
     ranks: Sequence[int],
     status: dict[int, Liveness] | None = None,
@@ -114,7 +114,7 @@ def test_two_that_contradict_each_other_do_not_begin_together_whatever_the_first
     def look() -> bool:
         for number, job in jobs.items():
             with suppress(Refused):
-                if job.find():
+                if job.entrance.find():
                     member = replace(form.member(number), agreement=says[number])
                     place = job.look_from_queue(Waiting(member, 1))
                     worlds.extend([place.world] if isinstance(place, Admitted) else [])
@@ -125,7 +125,7 @@ def test_two_that_contradict_each_other_do_not_begin_together_whatever_the_first
     numbers = {int(one.uid.removeprefix("uid")) for one in worlds[0].members}
     assert numbers in ({0, 1}, {0, 2})
     [its] = [says[number] for number in numbers - {0}]
-    assert json.loads(jobs[0].fact("agreement") or "") == its, "the one left reads what it is refused for"
+    assert json.loads(jobs[0].facts.find("agreement") or "") == its, "the one left reads what it is refused for"
 
 
 def test_a_newcomer_is_admitted(form: Form) -> None:
@@ -134,13 +134,13 @@ def test_a_newcomer_is_admitted(form: Form) -> None:
     assert world.uid == worlds[0].uid
 
 
-def joined(form: Form) -> tuple[list[Job], list[World], tuple[Job, World]]:
+def joined(form: Form) -> tuple[list[PeerJob], list[World], tuple[PeerJob, World]]:
     """A first world that has trained, and the newcomer of the one after it; all are in that."""
     jobs, worlds = begin(form)
     for job, world in zip(jobs, worlds, strict=True):
         job.settle(world)
     newcomer = form.job(7)
-    assert newcomer.find()
+    assert newcomer.entrance.find()
     ready: list[Member] = []
 
     def look() -> bool:
@@ -174,15 +174,15 @@ def test_who_has_waited_for_a_job_that_cannot_be_reached_begins_another_one() ->
     """Two of one name would never find each other."""
     form = PeersInMemory()
     jobs, _worlds = begin(form)
-    token = jobs[0].create_fact("job_token", "the first")
+    token = jobs[0].facts.create("job_token", "the first")
     form.finds = [("host", 0)]
     newcomer = form.job(7)
-    cast(Any, newcomer)._entrance._size = Size(1, 8, 0.0)
-    assert newcomer.find()
-    assert newcomer.create_fact("job_token", "mine") == token
+    newcomer.entrance._size = Size(1, 8, 0.0)
+    assert newcomer.entrance.find()
+    assert newcomer.facts.create("job_token", "mine") == token
     for number in range(MIN_NODES):
         form.kill(number)
-    cast(Any, newcomer)._finder._is_first = True
+    cast(Any, newcomer.finder)._is_first = True
     places: list[Admitted | str] = []
 
     def look() -> bool:
@@ -193,19 +193,19 @@ def test_who_has_waited_for_a_job_that_cannot_be_reached_begins_another_one() ->
     [place] = places
     assert isinstance(place, Admitted)
     newcomer.enter(place.world, place.facts, None)
-    assert newcomer.fact("job_token") not in (None, token, "mine")
+    assert newcomer.facts.find("job_token") not in (None, token, "mine")
 
 
 def test_a_newcomer_says_all_that_it_has_read_of_the_job_not_only_what_came_with_its_world() -> None:
     form = PeersInMemory()
     jobs, _worlds = begin(form)
-    jobs[0].create_fact("run_uid", "r")
+    jobs[0].facts.create("run_uid", "r")
     newcomer = form.job(7)
-    assert newcomer.find()
-    assert newcomer.fact("run_uid") == "r"
+    assert newcomer.entrance.find()
+    assert newcomer.facts.find("run_uid") == "r"
     newcomer.enter(World(0, 1, (form.member(7),)), {"token": "t"}, None)
-    assert newcomer.facts == {"run_uid": "r", "token": "t"}
-    assert {name: newcomer._own.get(f"fact/{name}") for name in newcomer.facts} == newcomer.facts
+    assert newcomer.facts.known == {"run_uid": "r", "token": "t"}
+    assert {name: newcomer._own.get(f"fact/{name}") for name in newcomer.facts.known} == newcomer.facts.known
 
 
 @pytest.mark.parametrize("dead", [{0}, {2}, {0, 1}, {1, 2}])
@@ -241,7 +241,7 @@ def test_whoever_was_suspended_waits_for_those_who_could_not_reach_it(form: Form
 
 def test_who_leaves_is_not_lost(form: Form) -> None:
     jobs, worlds = begin(form)
-    jobs[1].announce(worlds[1], "left/1", "stopped")
+    jobs[1].announcements.announce(worlds[1], "left/1", "stopped")
     decision = agree(form, jobs, worlds, [0, 2])
     assert (decision.ranks, decision.left, decision.lost) == ((0, 2), (1,), ())
 
@@ -262,7 +262,7 @@ def test_who_has_heard_that_the_job_cannot_go_on_proposes_nothing(form: Form) ->
     jobs, worlds = begin(form)
     for job, world in zip(jobs[1:], worlds[1:], strict=True):
         job.say_present(world, to_json(Presence(world.generation)))
-    jobs[2].announce(worlds[2], "fatal", "no parallel()")
+    jobs[2].announcements.announce(worlds[2], "fatal", "no parallel()")
     assert eventually(form, lambda: jobs[0].heard(worlds[0], "fatal") is not None)
     with pytest.raises(JobFailed, match=re.escape("no parallel()")):
         agreement(form, jobs[0], worlds[0], {}).look()
@@ -279,13 +279,13 @@ def test_who_comes_back_does_not_wait_in_its_own_queue() -> None:
         assert following is not None
         jobs[rank].enter(following, decision.facts, decision)
     jobs[0].stand_down()  # it may save its state for minutes before it closes
-    finder = cast(Any, jobs[0])._finder
+    finder = cast(Any, jobs[0].finder)
     finder.shown = ()
     jobs[0].tend(None)
     assert finder.shown == (), "its sign would lead newcomers to it"
     form.finds = [member.store for member in worlds[0].members if member.store is not None]
     back = form.job(9)
-    assert back.find()
+    assert back.entrance.find()
     back.look_from_queue(Waiting(form.member(9), 1))
     assert [job.queue() for job in (jobs[0], jobs[2])] == [[], []]
     assert [waiting.member.uid for waiting in jobs[1].queue()] == ["uid9"]
@@ -293,18 +293,18 @@ def test_who_comes_back_does_not_wait_in_its_own_queue() -> None:
 
 def test_who_is_ready_for_a_world_is_seen_by_those_who_are_not(form: Form) -> None:
     jobs, worlds = begin(form)
-    assert [job.not_ready(world) for job, world in zip(jobs, worlds, strict=True)] == [(0, 1, 2)] * 3
-    jobs[2].say_ready(worlds[2])
-    assert [job.not_ready(world) for job, world in zip(jobs, worlds, strict=True)] == [(0, 1)] * 3
+    assert [job.announcements.not_ready(world) for job, world in zip(jobs, worlds, strict=True)] == [(0, 1, 2)] * 3
+    jobs[2].announcements.say_ready(worlds[2])
+    assert [job.announcements.not_ready(world) for job, world in zip(jobs, worlds, strict=True)] == [(0, 1)] * 3
 
 
 @pytest.mark.parametrize("says", ["nothing", "ready", "finished"])
 def test_a_world_is_begun_where_a_member_is_ready_for_it_or_has_finished(form: Form, says: str) -> None:
     jobs, worlds = begin(form)
     if says == "ready":
-        jobs[2].say_ready(worlds[2])
+        jobs[2].announcements.say_ready(worlds[2])
     if says == "finished":
-        jobs[2].announce(worlds[2], "finished", "{}")
+        jobs[2].announcements.announce(worlds[2], "finished", "{}")
     limits, nobody = Waits(10.0, 10.0, 10.0), cast("Any", None)
     barriers = [Barriers(job, nobody, limits, Surroundings(), lambda: None) for job in jobs]
     found = [says != "nothing"] * 3
@@ -326,16 +326,15 @@ def test_a_member_keeps_little_of_the_worlds_that_are_over(name: str, request: p
     past, sizes = [], []
     for number in range(24):
         for rank, (job, world) in enumerate(zip(jobs, worlds, strict=True)):
-            assert isinstance(job, PeerJob)
-            job.say_ready(world)
-            job.announce(world, f"left/{9 + rank}", "as if")
+            job.announcements.say_ready(world)
+            job.announcements.announce(world, f"left/{9 + rank}", "as if")
             for prefix in ("group", "ahead", "formed"):  # of gloo, and of a plan
                 job._own.put(f"{prefix}/{world.key}/{rank}", "x")
             job._own.put(f"queue/{job._own.add('queue/count', 1)}", Waiting(member(50 + number, ("h", 1)), 1).to_json())
             job.queue()
             job.settle(world)
             job.tend(world)
-        sizes.append([len(job._own.keys()) for job in jobs if isinstance(job, PeerJob)])
+        sizes.append([len(job._own.keys()) for job in jobs])
         past.append((worlds, agree(form, jobs, worlds, [0, 1, 2])))
         following = [past[-1][1].world_for(world.me.uid, world, None) for world in worlds]
         worlds = [world for world in following if world is not None]
@@ -345,7 +344,6 @@ def test_a_member_keeps_little_of_the_worlds_that_are_over(name: str, request: p
     assert max(sizes[-1]) < 80
     for number in (-1, -2, -known_worlds.KEPT_DECISIONS):
         slept_in, decision = past[number][0][2], past[number][1]
-        assert isinstance(jobs[2], PeerJob)
         jobs[2]._own.delete(f"{slept_in.key}/next")
         late = agreement(form, jobs[2], slept_in, {})
         late.asks_others = True
@@ -386,7 +384,7 @@ def test_one_of_three_without_the_silent_waits_where_nobody_arbitrates() -> None
 
 def split(
     *, answering: bool = False, has_state: bool = True, min_nodes: int = 1
-) -> tuple[Decision | Wait, list[Job], list[World]]:
+) -> tuple[Decision | Wait, list[PeerJob], list[World]]:
     """What one of three that hears nothing of the others finds after a peer timeout, where sides go on."""
     form = PeersInMemory()
     form.goes_on = True
@@ -427,7 +425,7 @@ def test_no_side_goes_on_without_those_that_answer_nor_without_state_or_nodes(wh
     assert found == Wait(votes=(worlds[0].me.uid, worlds[1].me.uid))
 
 
-def decide(job: Job, world: World, uid: str, reachable: Sequence[int]) -> str | Denied:
+def decide(job: PeerJob, world: World, uid: str, reachable: Sequence[int]) -> str | Denied:
     return job.decide(world, Decision(1, uid, tuple(reachable)).to_json(), reachable)
 
 
@@ -490,10 +488,10 @@ class Groups:
         return world.uid
 
 
-def plan_with(form: Form, jobs: list[Job], worlds: list[World], number: int) -> tuple[Job, Plan]:
+def plan_with(form: Form, jobs: list[PeerJob], worlds: list[World], number: int) -> tuple[PeerJob, Plan]:
     """A newcomer that rank 0 has seen in the queue, and the plan with it, written down beside rank 0."""
     newcomer = form.job(number)
-    assert newcomer.find()
+    assert newcomer.entrance.find()
     newcomer.look_from_queue(Waiting(form.member(number), 1))
     ready: list[Member] = []
 
@@ -516,9 +514,9 @@ def planned(plan: Plan, member: Member) -> World:
 
 def prepare(
     form: Form,
-    jobs: list[Job],
+    jobs: list[PeerJob],
     worlds: list[World],
-    newcomer: Job,
+    newcomer: PeerJob,
     plan: Plan,
     groups: Groups,
     reach: Callable[[str, World], None] = lambda _point, _world: None,

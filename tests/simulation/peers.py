@@ -67,7 +67,7 @@ class PeersForm:
                     yield key.removesuffix("/next").split("-", 2)[2], str(uid)
 
     def may_go_on(self, worker: Worker, side: Sequence[Worker]) -> bool:
-        worlds = worker.job._known.voters  # type: ignore[attr-defined]
+        worlds = worker.job._known.voters
         world = worker.world
         assert world is not None, "it has been in one"
         dead = set()

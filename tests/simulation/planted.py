@@ -10,10 +10,9 @@ import pytest
 
 from elastic_train.elastic.barriers import Barriers
 from elastic_train.protocol import ballots, contacts, laws, peers
-from elastic_train.protocol.agreement import Decision
+from elastic_train.protocol.agreement import Decision, Denied
 from elastic_train.protocol.arbiter import ArbiterSilent, Claims
 from elastic_train.protocol.branch_off import BranchOff
-from elastic_train.protocol.job import Denied
 from elastic_train.protocol.join_queue import Entrance
 from elastic_train.protocol.other_sides import OtherSides
 from elastic_train.protocol.store import Clients, KeyValueStore

@@ -231,8 +231,8 @@ class SimParts:
     def _synchronise(self, world: World, group: Group) -> Commit | None:
         state, job = self._state, self._membership.job
         if self._simulation.plan.has_place:
-            told = group.exchange(job.sees_place(world))
-            job.note_place(world, is_shared=all(told))
+            told = group.exchange(job.place.sees(world.uid))
+            job.place.note(world.uid, is_shared=all(told))
             self._simulation.note(
                 f"{self._worker} knows who sees the directory in generation {world.generation}: {told}"
             )

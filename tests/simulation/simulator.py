@@ -9,8 +9,8 @@ from typing import Protocol
 
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, Claims
-from elastic_train.protocol.job import Job
 from elastic_train.protocol.join_queue import Finder
+from elastic_train.protocol.peers import PeerJob
 from elastic_train.rules import seconds_before_return
 from elastic_train.world import World
 from tests.simulation.directory import Directory, SimFolder
@@ -48,7 +48,7 @@ class Form(Protocol):
     def finder(self, worker: Worker) -> Finder:
         """A new worker's."""
 
-    def job(self, worker: Worker) -> Job:
+    def job(self, worker: Worker) -> PeerJob:
         """A new worker's."""
 
     def begin(self, founders: Sequence[Worker], decision: Decision) -> None:

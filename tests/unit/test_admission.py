@@ -35,12 +35,12 @@ class Queue:
     """What membership asks of the job here."""
 
     def __init__(self, waiting: list[Waiting], agreement: dict[str, Any]) -> None:
-        self.waiting, self.facts = waiting, {"agreement": json.dumps(agreement)}
+        self.waiting = waiting
+        self.facts = SimpleNamespace(known={"agreement": json.dumps(agreement)})
+        self.entrance = SimpleNamespace(drop=lambda _members: None)
 
     def queue(self) -> list[Waiting]:
         return self.waiting
-
-    def drop(self, _members: list[Member]) -> None: ...
 
     def beside(self, _member: Member) -> Any:
         return SimpleNamespace(put=lambda _key, _value: None)

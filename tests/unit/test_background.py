@@ -72,7 +72,7 @@ def test_a_thread_that_comes_back_while_python_ends_changes_no_exit_code(end: st
 def test_a_member_that_ends_cancels_what_it_prepares_and_waits_for_its_threads() -> None:
     calls: list[str] = []
     membership = bare_membership(
-        SimpleNamespace(facts={}, close=lambda: calls.append("leave the job")),
+        SimpleNamespace(facts=SimpleNamespace(known={}), close=lambda: calls.append("leave the job")),
         replace(member(0, 0), store=("10.0.0.1", 0)),
         SimpleNamespace(thread=SimpleNamespace(stop=lambda: calls.append("stop the watcher"))),
         sockets=SimpleNamespace(release=lambda: calls.append("release groups")),

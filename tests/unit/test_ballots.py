@@ -8,10 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from elastic_train.branches import BRANCH, Branch
-from elastic_train.protocol.agreement import Decision
+from elastic_train.protocol.agreement import Decision, Denied
 from elastic_train.protocol.arbiter import ArbiterSilent, Arbitration
 from elastic_train.protocol.ballots import Ballots, Elsewhere, Round
-from elastic_train.protocol.job import Denied
 from elastic_train.protocol.known_worlds import KnownWorlds
 from elastic_train.protocol.laws import Voters
 from elastic_train.protocol.store import Clients, MemoryStore

@@ -82,7 +82,9 @@ def look(
         built_at=0.0,
     )
     membership: Any = SimpleNamespace(
-        published=lambda _name: published, job=SimpleNamespace(is_first=True), address=("127.0.0.1", 1)
+        published=lambda _name: published,
+        job=SimpleNamespace(entrance=SimpleNamespace(is_first=True)),
+        address=("127.0.0.1", 1),
     )
     files: Any = None
     earlier = EarlierRun(worker, membership, files, back)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from elastic_train.protocol.agreement import Denied
 from elastic_train.protocol.ballots import Elsewhere, Round
-from elastic_train.protocol.job import Denied
 from elastic_train.protocol.known_worlds import KnownWorlds
 from elastic_train.protocol.store import Clients, MemoryStore
 from elastic_train.world import World

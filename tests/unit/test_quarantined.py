@@ -128,7 +128,7 @@ class Entering:
         self._here.rank, nothing = rank, lambda *_arguments: None
         files: Any = SimpleNamespace(finish_claim=nothing, note_run=nothing)
         membership: Any = SimpleNamespace(
-            job=SimpleNamespace(sees_place=lambda _world: True, note_place=lambda _world, is_shared: None),
+            job=SimpleNamespace(place=SimpleNamespace(sees=lambda _world: True, note=lambda _world, is_shared: None)),
             sockets=SimpleNamespace(require_unbroken=nothing), watcher=SimpleNamespace(do=nothing),
             side=SimpleNamespace(branch=None),
         )  # fmt: skip

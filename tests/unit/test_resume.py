@@ -54,7 +54,7 @@ def test_nobody_goes_on_from_a_step_whose_event_is_not_written(
     monkeypatch.setattr(resume, "barrier", noting("all know"))
     monkeypatch.setattr(resume, "sync_from_freshest", take)
     monkeypatch.setattr(resume, "set_group_timeout", lambda _timeout: None)
-    job = SimpleNamespace(sees_place=lambda _world: True, note_place=lambda _world, is_shared: None)
+    job = SimpleNamespace(place=SimpleNamespace(sees=lambda _world: True, note=lambda _world, is_shared: None))
     membership: Any = SimpleNamespace(
         job=job,
         sockets=SimpleNamespace(require_unbroken=nothing),

@@ -27,8 +27,8 @@ from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.standing import standing_in
 from elastic_train.errors import FormationFailed, first_line
 from elastic_train.protocol.group_store import GroupStoreServer
-from elastic_train.protocol.job import SETTLED_REDUCTIONS
 from elastic_train.protocol.join_queue import Size
+from elastic_train.protocol.known_worlds import SETTLED_REDUCTIONS
 from elastic_train.protocol.launcher import Launcher
 from elastic_train.protocol.links import Links
 from elastic_train.protocol.liveness import Watcher, ping_interval
