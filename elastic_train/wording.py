@@ -15,10 +15,19 @@ TORCHRUN_OPTIONS = (
     "shutdown-timeout", "print-completion",
 )  # fmt: skip
 
+SHOWN_NAMES = 3
+"""of parameters, in a message"""
+
 
 def count(number: int | None, noun: str) -> str:
     """`1 step`, `2 steps`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def named(parameters: Sequence[str]) -> str:
+    """`2 parameters (a.weight, a.bias)`, with the first few names."""
+    shown = ", ".join(parameters[:SHOWN_NAMES]) + ", ..." * (len(parameters) > SHOWN_NAMES)
+    return f"{count(len(parameters), 'parameter')} ({shown})"
 
 
 def kind_of(value: object) -> str:

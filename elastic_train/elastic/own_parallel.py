@@ -25,12 +25,11 @@ from elastic_train.rules import Activity
 from elastic_train.training.collectives import reduced, require_sound
 from elastic_train.training.reduction import (
     SHARES_BUFFERS,
-    freeze_statistics,
-    named,
     require_one_device,
     require_reduced,
     share_buffers,
 )
+from elastic_train.wording import named
 from elastic_train.world import World
 
 
@@ -147,11 +146,11 @@ class OwnParallel:
                 # is code of the user's in between, which may pause, or compile for another shape.
                 limit = None if self._device.type == "cpu" else self._watcher.pace.limit(Activity.COMPUTE)
                 self._watcher.do(Activity.REDUCE, limit)
-            if step.is_stand_in:
-                # Until the commit, because activation checkpoints run forward passes again in the backward pass.
-                step.frozen += freeze_statistics(ddp)
+            step.end_passes(ddp.module)  # a second one: what all get now is as it was
         if shares_buffers and ddp.require_forward_param_sync:
             share_buffers(ddp.module)
+        if step is not None and step.is_stand_in:
+            step.stand_in(ddp.module)
 
     def leave_collective(self) -> None:
         """The module's own forward pass begins."""

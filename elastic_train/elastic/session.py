@@ -117,7 +117,7 @@ class Training:
 
         A step takes the next `global_batch_size` samples of the epoch's order, fewer at its end, and splits them over
         the ranks; the sizes of the shares differ by 1 at most. So the last step of an epoch may leave a rank a single
-        sample, or none: a stand-in then, of which neither gradients nor BatchNorm take notice. Each batch must be
+        sample, or none: a stand-in then, of which neither gradients nor buffers take notice. Each batch must be
         committed before the next one is asked for.
 
         Torch's random numbers are seeded for each step by (seed, step, share), so that dropout does not depend on what

@@ -16,6 +16,7 @@ from elastic_train.errors import UsageError
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
 from elastic_train.training.collectives import require_sound
+from elastic_train.training.kept import leave_no_trace
 from elastic_train.training.reduction import Share, StepTotals
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.step import seed_model_draws
@@ -37,8 +38,8 @@ class StepInHand:
     """of a fused optimizer under a GradScaler: not 0 where its step has changed nothing"""
     has_reduced: bool = False
     """its gradients have been summed by DDP"""
-    frozen: list[nn.Module] = field(default_factory=list)
-    """layers in eval mode, so that a stand-in leaves no trace in their statistics"""
+    stood_in: dict[nn.Module, Callable[[], None]] = field(default_factory=dict)
+    """modules through which a stand-in has gone, with what puts their buffers back"""
 
     @property
     def weight(self) -> float:
@@ -50,9 +51,15 @@ class StepInHand:
         """Whether this rank has no sample in it."""
         return self.num_samples == 0
 
-    def unfreeze(self) -> None:
-        while self.frozen:
-            self.frozen.pop().training = True
+    def stand_in(self, module: nn.Module) -> None:
+        """A stand-in is about to go through `module`."""
+        self.stood_in[module] = leave_no_trace(module)
+
+    def end_passes(self, *modules: nn.Module) -> None:
+        """Those through `modules`, or all, are over: a stand-in leaves no trace in buffers."""
+        for module in modules or [*reversed(self.stood_in)]:  # one may be a part of one before it
+            if (put_back := self.stood_in.pop(module, None)) is not None:
+                put_back()
 
 
 class SessionSteps:
@@ -151,6 +158,7 @@ class SessionSteps:
         """The optimizer has stepped; a fused one has done nothing where a GradScaler `found_inf`. Returns whether a
         step is in hand."""
         if self.in_hand is not None:
+            self.in_hand.end_passes()  # before the function goes on, which may change buffers by hand
             self.in_hand.is_applied, self.in_hand.found_inf = True, found_inf
         return self.in_hand is not None
 
@@ -178,7 +186,7 @@ class SessionSteps:
         an event unless others, of whom nobody knows, may do it again."""
         step, state = self.required(), self._worker.state
         self.in_hand = None
-        step.unfreeze()
+        step.end_passes()
         self._is_after_epoch = state.commit(loss)
         self._worker.reporter.note_commit(state.step)
         self._sums.late = late
@@ -252,4 +260,4 @@ class SessionSteps:
         step, self.in_hand = self.in_hand, None
         self._shares = iter(())
         if step is not None:
-            step.unfreeze()
+            step.end_passes()

@@ -24,6 +24,7 @@ from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
 from elastic_train.training.epoch_dataset import EpochDataset
+from elastic_train.training.kept import leave_no_trace
 from elastic_train.training.loader_processes import read_apart
 from elastic_train.training.optimizers import parameters_beside
 from elastic_train.training.ordered import OrderedReduction
@@ -33,7 +34,6 @@ from elastic_train.training.reduction import (
     Reduction,
     Share,
     StepTotals,
-    named,
     why_alone,
     without_gradient,
 )
@@ -41,6 +41,7 @@ from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
 from elastic_train.training.state_hash import StateComparison, hashes_by_name
 from elastic_train.training.step import NO_VOTES, Votes, clip_gradients, drop_gradients, task_loss, train_step
+from elastic_train.wording import named
 from elastic_train.world import World
 
 MODEL_ALONE = (
@@ -351,12 +352,15 @@ def warm_up(worker: Worker, stand_in: Callable[[], Any], loss: BatchLoss) -> Non
     state = worker.state
     state.modes.put_back()
     nothing = MicroBatch(0, 0, 0, np.zeros(0, dtype=np.int64), 1, is_last=True)
+    put_back = leave_no_trace(state.model)
     try:
         batch_loss(worker, stand_in, loss)(state.model, nothing, None).backward()  # type: ignore[no-untyped-call]
     except ElasticTrainError:
         raise
     except Exception as error:  # of the user's code; the step will raise it too, and is judged
         worker.reporter.debug(f"no warm-up: {first_line(error)}")
+    finally:
+        put_back()
     drop_gradients(state.optimizer)
 
 

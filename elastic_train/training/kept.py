@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from elastic_train.errors import UsageError
@@ -106,6 +107,35 @@ class KeptBuffers:
                     module_state.pop(key, None)
                 elif key in module_state:
                     module_state[key] = copy
+
+
+def leave_no_trace(module: nn.Module) -> Callable[[], None]:
+    """A stand-in, on a rank without samples, is about to go through `module`. Returns what puts its buffers back, to be
+    called after the backward pass, in which activation checkpoints run forward passes again.
+
+    Torch's normalising layers use their statistics meanwhile, of which one sample may be too few. These alone, because
+    other models than ours give something else in eval mode, or take part in collectives (SyncBatchNorm) in train mode
+    only. What a SyncBatchNorm takes of the sample it has on all ranks, and keeps.
+    """
+    layers = [layer for layer in module.modules() if not isinstance(layer, nn.SyncBatchNorm)]
+    frozen = [layer for layer in layers if layer.training and isinstance(layer, _NormBase)]
+    kept = [
+        (layer._buffers, name, buffer, buffer.detach().clone())
+        for layer in layers
+        for name, buffer in layer._buffers.items()
+        if buffer is not None and not is_lazy(buffer) and buffer.layout is torch.strided
+    ]
+    for layer in frozen:
+        layer.training = False
+
+    def put_back() -> None:
+        for layer in frozen:
+            layer.training = True
+        for buffers, name, buffer, value in kept:
+            buffer.data.copy_(value)  # a graph may have saved it, and not need what it was
+            buffers[name] = buffer
+
+    return put_back
 
 
 class KeptUpdates:

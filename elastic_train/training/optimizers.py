@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elastic_train.errors import UsageError
-from elastic_train.training.reduction import named
+from elastic_train.wording import named
 
 
 def build_optimizer(

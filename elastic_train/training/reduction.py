@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_train.errors import UsageError
 from elastic_train.rules import Activity
 from elastic_train.training.collectives import all_reduce, numbers, wait
+from elastic_train.training.kept import leave_no_trace
 from elastic_train.training.sampler import MicroBatch
-from elastic_train.wording import count
+from elastic_train.wording import named
 from elastic_train.world import World
 
 Batch = Any
@@ -34,8 +34,6 @@ Loss = Callable[[nn.Module, MicroBatch, Batch], torch.Tensor]
 """(module, micro-batch, its data or None if it is empty) -> mean loss over the micro-batch's samples, a scalar"""
 
 
-SHOWN_NAMES = 3
-"""of parameters, in a message"""
 STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 """the buffers of torch's normalising layers"""
 SHARES_BUFFERS = (
@@ -92,7 +90,7 @@ class FastReduction:
 
     BatchNorm's running statistics are each rank's own: in train mode nothing reads them, and a caller that needs them
     takes rank 0's (`evaluation.share_buffers`, a snapshot). A model with other buffers gets those of rank 0 before each
-    step, as with DDP, in a message for each type of numbers.
+    step, as with DDP, in a message for each type of numbers. An empty micro-batch leaves no trace in any of them.
 
     Built alike on every rank of a world, whose models must be equal; nothing is broadcast here. Parameters may be
     frozen and thawed between steps, alike on every rank: DDP sums what was trained when it was made, so another one is
@@ -179,9 +177,11 @@ class FastReduction:
             if not self._waits_in_backward:  # else it waits where the device does
                 self._do(Activity.COMPUTE)
         for micro_batch, batch in micro_batches:
-            with self._synchronise_at(micro_batch):
+            with self._synchronise_at(micro_batch), ExitStack() as passes:
                 if self._waits_in_forward:
                     self._enter_waits()
+                if batch is None:
+                    passes.callback(leave_no_trace(self._model))
                 mean = loss(self._module, micro_batch, batch)
                 weight = len(micro_batch.indices) * self._divisor / micro_batch.step_samples
                 if batch is not None:
@@ -189,12 +189,13 @@ class FastReduction:
                 scaled = scale(mean if weight == 1.0 else mean * weight)
                 if self._waits_in_backward and micro_batch.is_last:
                     self._enter_waits()
-                with zero_gradients(self._module) if batch is None else nullcontext():
-                    if self._world_size > 1 and micro_batch.is_last and self._rides_along:
-                        self._totals.grad = None
-                        torch.autograd.backward([scaled, self._totals], [None, totals])
-                    else:
-                        scaled.backward()  # type: ignore[no-untyped-call]
+                if batch is None:
+                    passes.enter_context(zero_gradients(self._module))
+                if self._world_size > 1 and micro_batch.is_last and self._rides_along:
+                    self._totals.grad = None
+                    torch.autograd.backward([scaled, self._totals], [None, totals])
+                else:
+                    scaled.backward()  # type: ignore[no-untyped-call]
         self._require_begun(micro_batches[-1][0].step)
         while self._sums.works:
             wait(*self._sums.works.pop(0))
@@ -302,12 +303,6 @@ def without_gradient(model: nn.Module) -> list[str]:
     return [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
 
 
-def named(parameters: Sequence[str]) -> str:
-    """`2 parameters (a.weight, a.bias)`, with the first few names."""
-    shown = ", ".join(parameters[:SHOWN_NAMES]) + ", ..." * (len(parameters) > SHOWN_NAMES)
-    return f"{count(len(parameters), 'parameter')} ({shown})"
-
-
 def _begin_sum(
     sums: _Sums, bucket: dist.GradBucket, do: Callable[[Activity], None]
 ) -> torch.futures.Future[torch.Tensor]:
@@ -343,23 +338,6 @@ def zero_gradients(module: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def freeze_statistics(module: nn.Module) -> list[nn.Module]:
-    """Have BatchNorm's layers use their statistics and not change them, so that an absent sample leaves no trace there;
-    returns the layers, to be put back into train mode.
-
-    These alone, because other models than ours give something else in eval mode, or take part in collectives
-    (SyncBatchNorm) in train mode only.
-    """
-    frozen: list[nn.Module] = [
-        layer
-        for layer in module.modules()
-        if layer.training and isinstance(layer, _NormBase) and not isinstance(layer, nn.SyncBatchNorm)
-    ]
-    for layer in frozen:
-        layer.training = False
-    return frozen
 
 
 def has_only_statistics(model: nn.Module) -> bool:

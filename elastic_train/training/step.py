@@ -16,7 +16,7 @@ from torch import nn
 
 from elastic_train.errors import TrainingDiverged, UsageError, first_line
 from elastic_train.training.optimizers import parameters_of
-from elastic_train.training.reduction import Loss, Reduction, Share, StepTotals, freeze_statistics
+from elastic_train.training.reduction import Loss, Reduction, Share, StepTotals
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState, dense_parts
 from elastic_train.training.tasks import Task
@@ -159,7 +159,7 @@ def task_loss(
     """The loss of a micro-batch under `--precision`, with the randomness that belongs to it: the task's, or `loss`.
 
     `stand_in` makes a batch of one sample, for a rank that has none in a step. Such a rank must take part in the
-    reduction; its loss and gradients do not count.
+    reduction; its loss and gradients do not count, and who calls it looks after the buffers (`kept.leave_no_trace`).
     """
     autocast = autocast_of(precision, device)
     compute = task.loss if loss is None else loss
@@ -168,14 +168,7 @@ def task_loss(
     def micro_batch_loss(module: nn.Module, micro_batch: MicroBatch, batch: Any) -> torch.Tensor:
         seed_model_draws(seed, micro_batch.step, micro_batch.shard, device)
         with autocast():
-            if batch is not None:
-                return scalar(name, compute(module, task.to_device(batch, device)))
-            frozen = freeze_statistics(module)
-            try:
-                return scalar(name, compute(module, task.to_device(stand_in(), device)))
-            finally:
-                for layer in frozen:
-                    layer.training = True
+            return scalar(name, compute(module, task.to_device(stand_in() if batch is None else batch, device)))
 
     return micro_batch_loss
 

@@ -1205,6 +1205,6 @@ def test_a_pause_in_a_forward_pass_on_a_gpu_is_no_collective_that_does_not_end(
     world = World(rank=0, generation=0, members=tuple(make_member(number) for number in range(world_size)), uid="one")
     nothing: Any = None
     parallel = OwnParallel(world, torch.device(device), watcher, steps, nothing, nothing, nothing)
-    ddp: Any = SimpleNamespace(require_forward_param_sync=True)
+    ddp: Any = SimpleNamespace(module=None, require_forward_param_sync=True)
     parallel._enter_forward(ddp, (), shares_buffers=False)
     assert done == expected

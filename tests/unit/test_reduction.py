@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -20,13 +22,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
+from torch.utils.checkpoint import checkpoint
 
 from elastic_train.elastic.own_parallel import OwnParallel, require_summed
+from elastic_train.elastic.session_steps import SessionSteps, StepInHand
 from elastic_train.errors import UsageError
 from elastic_train.rules import Activity
 from elastic_train.tools.bench.reduction_speed import local_world
 from elastic_train.training import evaluation
 from elastic_train.training.group_sockets import GroupSockets
+from elastic_train.training.kept import leave_no_trace
 from elastic_train.training.reduction import FastReduction, Share, StepTotals, zero_gradients
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.step import clip_gradients
@@ -79,6 +84,7 @@ TOGETHER = {
     "frozen and thawed": Case([[2, 1], [3], [1]], trained=("03", "0", "3")),
     "thawed with an option": Case([[2], [3], [1]], option="find_unused_parameters", trained=("3", "03", "3")),
 }
+EMPTY = MicroBatch(epoch=0, step=0, shard=0, indices=np.arange(0), step_samples=1, is_last=True)
 SPOILED = Case([[2], [2], [2]], spoiled=3)
 
 
@@ -179,7 +185,8 @@ OWN_STEPS = [("3", True), ("03", False), ("03", True), ("0", False), ("0", True)
 def run_own_steps(rank: int) -> list[tuple[str, dict[str, Tensor]]]:
     """What each is refused with, and the gradients that it leaves."""
     anything: Any = SimpleNamespace
-    step = anything(weight=1 / WORLD_SIZE, is_stand_in=False)
+    [(share, _)] = make_share(TOGETHER["even"], 0, rank)
+    step = StepInHand(share, len(share.indices))
     nothing = anything(do=lambda *_: None, settle=lambda: None)
     steps = anything(in_hand=step, required=lambda: step, turn_to_function=lambda: None)
     parallel = OwnParallel(
@@ -403,12 +410,114 @@ def test_every_rank_sees_the_nan_of_one_and_all_votes(together: list[dict[str, O
 
 def test_a_stand_in_that_is_nan_gives_zeros_and_leaves_no_hook() -> None:
     model = make_model()
-    empty = MicroBatch(epoch=0, step=0, shard=0, indices=np.arange(0), step_samples=1, is_last=True)
-    assert mean_loss(model, empty, None).isnan()
+    assert mean_loss(model, EMPTY, None).isnan()
     with zero_gradients(model):
-        mean_loss(model, empty, None).backward()
+        mean_loss(model, EMPTY, None).backward()
     assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
     assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+class Averaging(nn.Module):
+    """Keeps means of what it sees: in place, past autograd, and in a tensor that it puts in the place of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 4)
+        for name in ("in_place", "by_data", "replaced"):
+            self.register_buffer(name, torch.ones(6))
+        self.num_passes = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = checkpoint(self.normalise, inputs.requires_grad_(), use_reentrant=False)
+        output: Tensor = self.layer(inputs * self.by_data)  # which autograd saves
+        return output
+
+    def normalise(self, inputs: Tensor) -> Tensor:
+        """Runs again in the backward pass."""
+        self.num_passes += 1
+        mean = inputs.detach().mean(0)
+        self.in_place.lerp_(mean, 0.5)
+        self.by_data.data.lerp_(mean, 0.5)
+        self.replaced = 0.5 * self.replaced + 0.5 * mean
+        output: Tensor = self.norm(inputs)
+        return output
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: one.clone() for name, one in model.named_buffers()}
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group that every rank of a larger one goes through alike."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("has_samples", [False, True])
+@pytest.mark.usefixtures("group_of_one")
+def test_a_stand_in_leaves_no_trace_in_buffers(*, has_samples: bool) -> None:
+    """Nor as activations are computed anew. What a micro-batch of the same step has left there stays."""
+    model = Averaging()
+    reduction = FastReduction(model, local_world(0, 2), CPU, num_votes=2)
+    seen: list[dict[str, Tensor]] = []
+
+    def loss(module: nn.Module, _micro_batch: MicroBatch, batch: Any) -> Tensor:
+        seen.append(buffers_of(model))
+        inputs = torch.full((1, 6), 7.0) if batch is None else batch
+        return module(inputs).square().mean()  # type: ignore[no-any-return]
+
+    samples = MicroBatch(epoch=0, step=0, shard=0, indices=np.arange(2), step_samples=2, is_last=False)
+    share: Share = [(samples, torch.randn(2, 6))] * has_samples + [(EMPTY, None)]
+    begun_with, tensor = buffers_of(model), model.replaced
+    reduction.run(share, loss, lambda one: one, (0, 0))
+    assert model.num_passes == 2 * len(share)
+    torch.testing.assert_close(buffers_of(model), seen[-1], rtol=0, atol=0)
+    assert torch.equal(begun_with["in_place"], model.in_place) != has_samples
+    assert (model.replaced is tensor) != has_samples
+    assert model.norm.training
+
+
+def test_what_all_ranks_have_of_a_stand_in_stays() -> None:
+    """A SyncBatchNorm trains in train mode alone, with all ranks, and takes the sample into everybody's statistics."""
+    layer = nn.SyncBatchNorm(6)
+    put_back = leave_no_trace(nn.Sequential(layer))
+    assert layer.training
+    assert layer.running_mean is not None
+    layer.running_mean.fill_(7)
+    put_back()
+    assert layer.running_mean.tolist() == [7] * 6
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_stand_in_of_an_own_loop_leaves_no_trace_in_buffers() -> None:
+    """Until the optimizer has stepped; what the function changes after that is no trace of it. A second pass finds what
+    the first one found: rank 0's is everybody's."""
+    anything: Any = SimpleNamespace
+    model, nothing = Averaging(), anything(do=lambda *_: None, settle=lambda: None)
+    step = StepInHand(EMPTY, num_samples=0)
+    steps = SessionSteps(
+        (), nothing, nothing, nothing, nothing, is_own_code=True, is_alone=False, require_unbroken=lambda: None,
+        reading=nullcontext, note_unstepped=lambda: None,
+    )  # fmt: skip
+    steps.turn_to_function = lambda: None  # type: ignore[method-assign]
+    parallel = OwnParallel(local_world(0, 2), CPU, nothing, steps, nothing, lambda: None, lambda: None)
+    ddp = parallel.wrap(model)
+    steps.in_hand = step
+    begun_with = buffers_of(model)
+    found = []
+    model.register_forward_pre_hook(lambda *_: found.append(buffers_of(model)))
+    losses = [ddp(torch.full((1, 6), 7.0)).square().mean() for _ in range(2)]
+    sum(losses).backward()  # type: ignore[union-attr]
+    assert model.num_passes == 4
+    torch.testing.assert_close(found, [begun_with, begun_with], rtol=0, atol=0)
+    steps.note_applied(None)
+    torch.testing.assert_close(buffers_of(model), begun_with, rtol=0, atol=0)
+    assert model.norm.training
+    model.in_place.fill_(3)
+    steps.close()
+    assert model.in_place.tolist() == [3] * 6
 
 
 def test_a_snapshot_shows_nothing_of_it(together: list[dict[str, Outcome]]) -> None:
