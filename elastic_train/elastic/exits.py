@@ -34,6 +34,8 @@ from elastic_train.rules import Activity, Failure
 from elastic_train.runlog.goodput import Phase
 from elastic_train.stopping import StopSignal
 from elastic_train.training.collectives import GROUP_TIMEOUT, barrier
+from elastic_train.training.evaluation import share_buffers
+from elastic_train.training.state import TrainState
 from elastic_train.wording import main_metrics
 from elastic_train.world import World
 
@@ -61,6 +63,7 @@ class Exits:
         state.clock.enter(Phase.FORM)
         set_group_timeout(GROUP_TIMEOUT)
         self._trainer.evaluate_if_missed(world)
+        _take_buffers_of_rank_0(state, world, self._membership, worker.config.reduction)
         if not is_saved and self._saver.is_last_writer(world):
             self._saver.save_and_wait(state)
         worker.reach("finish", world)
@@ -309,6 +312,15 @@ def told(reporter: Reporter) -> Iterator[None]:
         pass
     except OwnershipLost as error:
         reporter.warn(str(error))
+
+
+def _take_buffers_of_rank_0(state: TrainState, world: World, membership: Membership, reduction: str) -> None:
+    """Training is through, and each run directory's leader saves its own state: it is to be what result.json tells of,
+    also where nothing was evaluated, or averaged weights were. Every rank calls it. Raises: as `share_buffers`."""
+    if reduction == "ordered":  # they are the same on all ranks
+        return
+    for model in (state.model, *([state.averaged.model] if state.averaged else [])):
+        share_buffers(model, world, membership.sockets, saved_alone=True)
 
 
 def _discarded(worker: Worker, winner: Position) -> dict[str, Any]:

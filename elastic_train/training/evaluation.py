@@ -55,17 +55,22 @@ class BlockSampler:
 
 
 @torch.no_grad()
-def share_buffers(model: nn.Module, world: World, sockets: GroupSockets) -> None:
+def share_buffers(model: nn.Module, world: World, sockets: GroupSockets, *, saved_alone: bool = False) -> None:
     """Make rank 0's dense buffers everybody's, all or none; every rank calls it.
 
     In fast mode BatchNorm's running statistics differ between ranks; those of rank 0 are what a snapshot holds.
+
+    Args:
+        saved_alone: leave out those of no state dict, such as a cache, which may have another size on each rank.
 
     Raises:
         FormationFailed: the process group was broken off. RuntimeError: from the communication library.
     """
     if world.world_size == 1:
         return
-    buffers = [buffer for buffer in model.buffers() if buffer.layout is torch.strided]
+    layers = model.modules() if saved_alone else ()
+    left_out = {id(layer._buffers.get(name)) for layer in layers for name in layer._non_persistent_buffers_set}
+    buffers = [one for one in model.buffers() if one.layout is torch.strided and id(one) not in left_out]
     received = [buffer.clone(memory_format=torch.contiguous_format) for buffer in buffers]
     for buffer in received:
         broadcast(buffer.view(-1).view(torch.uint8), 0)  # as bytes: gloo knows only some types of numbers

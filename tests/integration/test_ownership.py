@@ -9,7 +9,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from elastic_train.examples import elastic_ddp
+from elastic_train.training.state import state_sha256
 from tests.integration.cluster import (
     Cluster,
     Node,
@@ -182,6 +185,31 @@ def test_every_node_gets_the_same_result(cluster: Cluster) -> None:
     run()
     assert [file.read_bytes() for file in files] == [data, data]
     assert [outcomes(run_dir) for run_dir in run_dirs] == [["finished", "already_finished"]] * 2
+
+
+OWN_LOOP = (str(Path(elastic_ddp.__file__)),)
+
+
+@pytest.mark.parametrize(
+    ("flags", "program"),
+    [
+        (("--max-steps", "12"), OWN_LOOP),
+        pytest.param(("--max-steps", "12", "--ema-decay", "0.9"), ("-m", "elastic_train"), marks=pytest.mark.slow),
+    ],
+    ids=["own loop", "averaged"],
+)
+def test_the_last_snapshot_of_each_node_has_the_weights_of_the_result(
+    cluster: Cluster, flags: tuple[str, ...], program: tuple[str, ...]
+) -> None:
+    """BatchNorm's statistics are each rank's own while it trains. Here no evaluation makes rank 0's everybody's: there
+    is no test set, or it is the averaged weights that are evaluated."""
+    run_dirs = [cluster.path / host for host in "ab"]
+    nodes = [cluster.start(*flags, run_dir=run_dir, nnodes="2:2", program=program)[0] for run_dir in run_dirs]
+    cluster.finish(nodes)
+    first, second = (newest_snapshot(run_dir)[1] for run_dir in run_dirs)
+    hashes = [result(run_dir)["state_sha256"] for run_dir in run_dirs]
+    assert [state_sha256(state["model"]) for state in (first, second)] == hashes
+    torch.testing.assert_close(second["extras"], first["extras"], rtol=0, atol=0)
 
 
 @pytest.mark.slow
