@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 from elastic_train.snapshot_interval import (
     SnapshotInterval,
@@ -49,6 +50,9 @@ class SnapshotSchedule:
         self._costs: deque[float] = deque(maxlen=COSTS)
         self._seconds = interval.first_seconds
         self._told_seconds = 0.0
+        self._counted: tuple[list[dict[str, Any]], int] = ([], 0)
+        """incidents, and how many of them are counted"""
+        self._failures = 0
 
     @property
     def cost_seconds(self) -> float | None:
@@ -130,7 +134,7 @@ class SnapshotSchedule:
         cost = self.cost_seconds
         if not self._interval.is_auto or cost is None:
             return None
-        failures = num_failures(state.incidents)
+        failures = self._count_failures(state.incidents)
         failure_seconds = mean_failure_seconds(sum(state.clock.totals().values()), failures)
         self._seconds = best_interval(cost, failure_seconds)
         if abs(self._seconds - self._told_seconds) <= TOLD_CHANGE * self._told_seconds:
@@ -142,3 +146,10 @@ class SnapshotSchedule:
             "failures": failures,
             "failure_seconds": failure_seconds,
         }
+
+    def _count_failures(self, incidents: list[dict[str, Any]]) -> int:
+        """It is asked in each step, and a long run may have a great many."""
+        known, number = self._counted
+        if incidents is not known or len(incidents) != number:
+            self._counted, self._failures = (incidents, len(incidents)), num_failures(incidents)
+        return self._failures

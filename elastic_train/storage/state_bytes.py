@@ -18,7 +18,7 @@ from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of, first
 if TYPE_CHECKING:  # torch takes seconds to import, and listing snapshots does not need it
     import torch
 
-_PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes)
+_PLAIN_TYPES = frozenset([type(None), bool, int, float, complex, str, bytes])
 
 NUMBERS_AT_ONCE = 2**24
 """of which a writer looks whether one is NaN: so many bytes of memory"""
@@ -200,29 +200,38 @@ def rebuilt(value: Any, of_tensor: Callable[[torch.Tensor], Any], where: str = "
     """
     import torch
 
-    if isinstance(value, torch.Tensor):
-        return of_tensor(value)
-    value = _plain(value)
-    kind = type(value)
-    if kind in _PLAIN_TYPES or kind in (torch.Size, torch.dtype):
-        return value
-    if kind is list or kind is tuple:
-        return kind(rebuilt(item, of_tensor, f"{where}[{i}]") for i, item in enumerate(value))
-    if kind in (dict, OrderedDict, Counter):  # torch's MultiStepLR counts its milestones
-        copied: dict[Any, Any] = kind()
-        for key, item in value.items():
-            key = _plain(key)
-            if type(key) not in _PLAIN_TYPES:
-                raise _refused(key, f"a key of {where}")
-            copied[key] = rebuilt(item, of_tensor, f"{where}[{key!r}]")
-        if kind is OrderedDict:
-            vars(copied).update(vars(value))  # Module.state_dict() keeps module versions there, in _metadata
-        return copied
-    raise _refused(value, where)
+    leaves = _PLAIN_TYPES | {torch.Size, torch.dtype}
+
+    def again(value: Any, where: str) -> Any:
+        kind = type(value)
+        if kind in leaves:
+            return value
+        if isinstance(value, torch.Tensor):
+            return of_tensor(value)
+        if kind is list or kind is tuple:  # most items are leaves: a run of many incidents has a great many
+            return kind(item if type(item) in leaves else again(item, f"{where}[{i}]") for i, item in enumerate(value))
+        if kind in (dict, OrderedDict, Counter):  # torch's MultiStepLR counts its milestones
+            copied: dict[Any, Any] = kind()
+            for key, item in value.items():
+                key = _plain(key)
+                if type(key) not in _PLAIN_TYPES:
+                    raise _refused(key, f"a key of {where}")
+                copied[key] = item if type(item) in leaves else again(item, f"{where}[{key!r}]")
+            if kind is OrderedDict:
+                vars(copied).update(vars(value))  # Module.state_dict() keeps module versions there, in _metadata
+            return copied
+        plain = _plain(value)
+        if type(plain) is kind:
+            raise _refused(value, where)
+        return again(plain, where)
+
+    return again(value, where)
 
 
 def _plain(value: Any) -> Any:
     """A scalar of NumPy's, as its means are, as one of Python's."""
+    if type(value) in _PLAIN_TYPES:
+        return value
     import numpy as np
 
     return value.item() if isinstance(value, np.generic) else value

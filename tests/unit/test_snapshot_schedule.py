@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -172,6 +174,32 @@ def test_auto_follows_costs_and_failures_and_tells_what_changes_much() -> None:
     assert told is not None
     assert told["failures"] == 9
     assert schedule.seconds == pytest.approx(best_interval(0.5, PRIOR_FAILURE_SECONDS / 10), rel=0.01)
+
+
+class Read(list[dict[str, Any]]):
+    """Notes how often its entries are read."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.times += 1
+        return super().__iter__()
+
+
+def test_the_incidents_of_a_long_run_are_counted_when_there_are_new_ones() -> None:
+    """It is asked in every step. A state that is restored may have as many others."""
+    schedule, state = SnapshotSchedule(SnapshotInterval(), now=Clock()), make_state()
+    schedule.note_written(stall_seconds=0.5)
+    state.incidents = incidents = Read([{"cause": "join"}] * 99)
+    for _ in range(3):
+        schedule.adapt(state)
+    assert incidents.times == 1
+    state.incidents.append({"cause": "peer_lost"})
+    told = [schedule.adapt(state) for _ in range(3)]
+    assert (told[0] or {})["failures"] == 1
+    assert incidents.times == 2
+    state.incidents = [{"cause": "restart"}] * 100
+    assert (schedule.adapt(state) or {})["failures"] == 100
 
 
 def test_a_time_is_not_adapted() -> None:
