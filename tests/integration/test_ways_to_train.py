@@ -309,3 +309,20 @@ def test_a_re_form_recompiles_only_for_new_shapes(cluster: Cluster, reduction: s
         print(reduction, "graphs", graphs, "shapes", sorted(shapes))
         # torch.compile makes a graph for the first shape, and one for all others
         assert graphs <= min(2, len(shapes)), calls
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
+@pytest.mark.timeout(1800)  # three processes compile, one after the other
+def test_compiled_bits_do_not_depend_on_the_tails_that_a_process_has_seen(cluster: Cluster) -> None:
+    """An epoch's last step has micro-batches of other sizes. One process goes through the first tail; another one
+    begins behind it, where the run was stopped."""
+    flags = ("--reduction", "ordered", "--compile", "--schedule", "constant", "--device", "cpu")
+    ends = []
+    for name, stops in {"through": (40,), "stopped": (30, 40)}.items():
+        run_dir = cluster.path / name
+        for steps in stops:  # of digits in batches of 64 the 23rd is the last of an epoch
+            at = ("--global-batch-size", "64", "--epochs", "9", "--max-steps", str(steps))
+            cluster.finish([cluster.start_alone(*flags, *at, run_dir=run_dir)], timeout=600)
+        ends.append(result(run_dir)["state_sha256"])
+    assert ends[0] == ends[1]
