@@ -154,6 +154,32 @@ def test_a_large_ledger_takes_a_few_bytes_for_a_sample(tmp_path: Path) -> None:
     assert most < 10 * epochs * length
 
 
+def test_a_long_ledger_takes_few_hundred_bytes_for_a_line(tmp_path: Path) -> None:
+    """Of a small batch, on many ranks."""
+    ranks, each, steps = 8, 2, 1000
+    members = [f"a/{rank}/{rank}" for rank in range(ranks)]
+    place: Line = {"generation": 0, "rank": 0, "world_size": ranks, "time": START, "writer": members[0]}
+    config = {"global_batch_size": ranks * each, "ledger": True}
+    start = place | {"event": "start", "step": 0, "config": config, "task": {"train_length": 10 * ranks * each}}
+    world = place | {"event": "world", "step": 0, "cause": "start", "members": members}
+    of_steps = [place | {"event": "step", "step": n, "epoch": (n - 1) // 10, "loss": 1.0} for n in range(1, steps + 1)]
+    write_lines(events_of(tmp_path, members[0]), [start, world, *of_steps])
+    for rank, member in enumerate(members):
+        used = [
+            {"epoch": step["epoch"], "step": step["step"], "generation": 0, "rank": rank, "indices": [first, first + 1]}
+            for step in of_steps
+            for first in [((step["step"] - 1) % 10 * ranks + rank) * each]
+        ]
+        write_lines(ledger_of(tmp_path, member), used)
+    del used, of_steps
+    tracemalloc.start()
+    detail, findings = check_ledger(read_history(tmp_path))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (detail, findings) == ("1000 steps, 100 epochs of 160 samples", [])
+    assert most < 400 * ranks * steps, "250, with the steps; as dicts they took 790"
+
+
 def test_a_long_run_takes_some_hundred_bytes_for_a_step(tmp_path: Path) -> None:
     steps, member = 100_000, "a/0/11"
     place: Line = {"generation": 0, "rank": 0, "world_size": 1, "nodes": 1, "pid": 11, "host": "a"}

@@ -264,7 +264,7 @@ def test_nodes_that_are_taken_after_a_notice_cost_no_step(tmp_path: Path, backen
     assert record is not None
     assert sorted(fault.name for fault in record.faults) == ["join"] * 4 + ["stop"] * 4
     check_steps(run_dir, 1600)
-    begun = {(int(line["step"]), int(line["generation"])) for line in history.ledger}
+    begun = {(line.step, line.generation) for line in history.ledger}
     assert len(begun) == 1600, "no step was begun twice"
     incidents = json.loads((run_dir / "result.json").read_text())["incidents"]
     assert sorted(incident["cause"] for incident in incidents) == ["join"] * 4 + ["leave"] * 4

@@ -5,6 +5,7 @@ Unlike status.py, which looks at the ends of the files to answer at once, this r
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -22,7 +23,7 @@ from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line, member_of, read_json, read_with_torn
 from elastic_train.storage.places import folder_by
 from elastic_train.storage.store_urls import is_url
-from elastic_train.tools.audit.lives import Clock, Clocks, Life, Step, lives_of, of_one_run
+from elastic_train.tools.audit.lives import Clock, Clocks, LedgerLine, Life, Step, lives_of, of_one_run
 from elastic_train.tools.audit.record import DrillRecord, read_drill
 
 
@@ -79,7 +80,7 @@ class History:
     run_dir: Path
     lives: tuple[Life, ...]
     """what each process wrote; times are by its machine's clock"""
-    ledger: tuple[Line, ...]
+    ledger: tuple[LedgerLine, ...]
     torn: tuple[str, ...] = ()
     """lines that are no JSON object: `file: what`; without those that a kill cut off at the end of their file"""
     result: Line | None = None
@@ -342,8 +343,9 @@ def read_history(run_dir: Path) -> History:
             lines = (line for line in _read(path, torn) if {"time", "event"} <= line.keys())
             lives += lives_of(member_of(path), lines, clocks)
         ledger = [
-            {**_packed(line), "writer": member_of(path)}
+            _packed(line, member)
             for path in sorted((run_dir / "ledger").glob("*.jsonl"))
+            for member in [member_of(path)]
             for line in _read(path, torn)
         ]
     except OSError as error:
@@ -390,10 +392,9 @@ def _read(path: Path, torn: list[str]) -> Iterator[Line]:
     torn += [f"{path.parent.name}/{path.name}: line {number} is torn" for number in numbers]
 
 
-def _packed(line: Line) -> Line:
-    """A line of the ledger in a ninth of the memory: a large run has some hundred million samples. One that holds
-    something else than indices stays as it is."""
-    try:
-        return {**line, "indices": array("i", line["indices"])}
-    except (KeyError, TypeError, OverflowError):
-        return line
+def _packed(line: Line, member: str) -> LedgerLine:
+    """Its indices in a ninth of the memory; where one is no index, as they stand."""
+    indices: Sequence[int] = line["indices"]
+    with contextlib.suppress(TypeError, OverflowError):
+        indices = array("i", indices)
+    return LedgerLine(line["step"], line["generation"], line["epoch"], line["rank"], indices, member)

@@ -1,4 +1,5 @@
-"""What each process wrote into its file of events. A run has millions of steps: they are values of few bytes.
+"""What each process wrote into its files. A run has millions of steps: they, and the lines of the ledger, are values of
+few bytes.
 
 A run directory may have others beside those of the run: of processes that had ended before --fresh began it anew on
 another node, or of a branch that was given up.
@@ -56,6 +57,18 @@ class Step:
     clock: Clock
     """by which that is"""
     world_size: int
+    writer: str
+
+
+@dataclass(slots=True)
+class LedgerLine:
+    """The samples that a rank used in a step."""
+
+    step: int
+    generation: int
+    epoch: int
+    rank: int
+    indices: Sequence[int]
     writer: str
 
 
@@ -120,17 +133,17 @@ def lives_of(member: str, lines: Iterable[Line], clocks: Clocks) -> list[Life]:
     return found
 
 
-def of_one_run(lives: Sequence[Life], ledger: Sequence[Line]) -> tuple[list[Life], list[Line]]:
+def of_one_run(lives: Sequence[Life], ledger: Sequence[LedgerLine]) -> tuple[list[Life], list[LedgerLine]]:
     """The events of each process, and the ledger, without lines that are not the run's."""
     own = _of_fresh_run(lives)
     replaced = {life.member for life in lives} - own
     kept = [life for life in lives if life.member in own]
-    kept_ledger = [line for line in ledger if str(line["writer"]) not in replaced] if replaced else list(ledger)
+    kept_ledger = [line for line in ledger if line.writer not in replaced]
     if discarded := _discarded_worlds(kept):
         for life in kept:
             life.lines = [line for line in life.lines if not _is_discarded(line, discarded)]
             life.steps = [step for step in life.steps if (step.writer, step.generation) not in discarded]
-        kept_ledger = [line for line in kept_ledger if not _is_discarded(line, discarded)]
+        kept_ledger = [line for line in kept_ledger if (line.writer, line.generation) not in discarded]
     return [life for life in kept if life.lines or life.steps], kept_ledger
 
 

@@ -13,10 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from elastic_train.runlog.reader import Line
 from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
 from elastic_train.tools.audit.history import History, PastWorld
-from elastic_train.tools.audit.lives import Clock
+from elastic_train.tools.audit.lives import Clock, LedgerLine
 from elastic_train.wording import count
 
 DRILL_TOLERANCE = 0.1
@@ -36,10 +35,9 @@ def check_ledger(history: History) -> Found:
     length, batch = history.length, history.batch
     if length is None or batch is None:
         raise Skip("the events do not tell the length of the data and the global batch")
-    by_step: dict[int, dict[int, list[Line]]] = defaultdict(lambda: defaultdict(list))
+    by_step: dict[int, list[LedgerLine]] = defaultdict(list)
     for line in history.ledger:
-        if line["step"] <= history.last_step:
-            by_step[line["step"]][line["generation"]].append(line)
+        by_step[line.step].append(line)
     per_epoch = -(-length // batch)
     findings = [line for line in history.torn if line.startswith("ledger/")]
     used, num_epochs, of_epochs = _EpochUse(-1, 0), 0, list[str]()
@@ -55,23 +53,22 @@ def check_ledger(history: History) -> Found:
         if step not in by_step:
             findings.append(f"step {step} was committed and has no line")
             continue
-        generation = max(by_step[step])
-        lines = by_step[step][generation]
+        generation = max(line.generation for line in by_step[step])
+        lines = [line for line in by_step[step] if line.generation == generation]
         epoch, within = divmod(step - 1, per_epoch)
-        ranks = Counter(line["rank"] for line in lines)
+        ranks = Counter(line.rank for line in lines)
         findings += [
             f"step {step}: rank {rank} wrote {n} lines in generation {generation}" for rank, n in ranks.items() if n > 1
         ]
-        if {line["epoch"] for line in lines} != {epoch}:
-            findings.append(f"step {step} belongs to epoch {epoch}, its lines say {lines[0]['epoch']}")
-        num_samples, expected = sum(len(line["indices"]) for line in lines), min(batch, length - within * batch)
+        if {line.epoch for line in lines} != {epoch}:
+            findings.append(f"step {step} belongs to epoch {epoch}, its lines say {lines[0].epoch}")
+        num_samples, expected = sum(len(line.indices) for line in lines), min(batch, length - within * batch)
         if num_samples != expected:
             findings.append(f"step {step}, generation {generation}: {num_samples} samples where {expected} belong")
         if used.epoch != epoch:
             of_epochs += used.findings(is_whole=is_whole(used.epoch))
             used, num_epochs = _EpochUse(epoch, length), num_epochs + 1
-        for line in lines:
-            used.add(line["indices"])
+        used.add([line.indices for line in lines])
     findings += [*of_epochs, *used.findings(is_whole=is_whole(used.epoch))]
     without = f"; {count(len(skipped), 'step')} more without --ledger" if skipped else ""
     checked = count(history.last_step - history.begins_after - len(skipped), "step")
@@ -86,13 +83,16 @@ class _EpochUse:
         self._once, self._twice = np.zeros(length, bool), np.zeros(length, bool)
         self._strange: Counter[int] = Counter()
 
-    def add(self, indices: Sequence[int]) -> None:
-        """Those of one line."""
-        if not isinstance(indices, array):  # numbers that no data set has, or no numbers
-            numbers = [index for index in indices if isinstance(index, int) and 0 <= index < self._length]
-            self._strange += Counter(indices) - Counter(numbers)
-            indices = array("q", numbers)
-        found = np.asarray(indices)
+    def add(self, of_ranks: Iterable[Sequence[int]]) -> None:
+        """Those of a step."""
+        parts = []
+        for indices in of_ranks:
+            if not isinstance(indices, array):  # numbers that no data set has, or no numbers
+                numbers = [index for index in indices if isinstance(index, int) and 0 <= index < self._length]
+                self._strange += Counter(indices) - Counter(numbers)
+                indices = array("q", numbers)
+            parts.append(np.asarray(indices))
+        found = np.concatenate(parts)
         is_inside = (found >= 0) & (found < self._length)
         self._strange.update(found[~is_inside].tolist())
         unique, times = np.unique(found[is_inside], return_counts=True)
