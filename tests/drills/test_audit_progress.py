@@ -583,6 +583,15 @@ def test_who_starts_again_after_fresh_is_of_its_run(run_dir: Path) -> None:
     assert {life.member for life in read_history(run_dir).lives} == {*MEMBERS, "b/0/21", "d/0/22"}
 
 
+def test_who_starts_again_after_fresh_is_of_its_run_whatever_its_clock_says(run_dir: Path) -> None:
+    """It was told the time in between, or was off for a while; it goes on alone."""
+    change(events_of(run_dir), lambda line: line["event"] == "start", is_anew=True)
+    line = {"rank": 0, "world_size": 1, "step": LAST_STEP, "time": START - 3600.0, "generation": 2}
+    world = line | {"event": "world", "cause": "start", "members": ["a/0/21"], "seconds": {}}
+    write_lines(events_of(run_dir, "a/0/21"), [line | {"event": "start", "generation": None}, world])
+    assert {life.member for life in read_history(run_dir).lives} == {*MEMBERS, "a/0/21"}
+
+
 def test_a_step_that_whoever_was_frozen_writes_down_late(run_dir: Path) -> None:
     """c had rank 0."""
 

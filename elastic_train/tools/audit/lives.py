@@ -160,15 +160,23 @@ def _of_fresh_run(lives: Sequence[Life]) -> set[str]:
 
 
 def _related(own: set[str], lives: Sequence[Life]) -> set[str]:
-    worlds = {tuple(line["members"]) for life in lives for line in life.lines if line["event"] == "world"}
+    """Generations are numbered on from all that a host's directory shows; who was in none says only when it began."""
+    worlds = [line for life in lives for line in life.lines if line["event"] == "world"]
     while True:
-        first: dict[str, float] = {}
+        began: dict[str, float] = {}
         for life in lives:
             if life.member in own:
                 host = host_of(life.member)
-                first[host] = min(first.get(host, life.began), life.began)
-        later = {life.member for life in lives if life.began >= first.get(host_of(life.member), math.inf)}
-        found = own.union(later, *(world for world in worlds if not own.isdisjoint(world)))
+                began[host] = min(began.get(host, life.began), life.began)
+        first: dict[str, int] = {}
+        for line in worlds:
+            if line["writer"] in own:
+                host = host_of(line["writer"])
+                first[host] = min(first.get(host, line["generation"]), line["generation"])
+        later = {it["writer"] for it in worlds if it["generation"] > first.get(host_of(it["writer"]), math.inf)}
+        idle = {life.member for life in lives if life.began >= began.get(host_of(life.member), math.inf)}
+        together = (it["members"] for it in worlds if not own.isdisjoint(it["members"]))
+        found = own.union(later, idle.difference(it["writer"] for it in worlds), *together)
         if found == own:
             return own
         own = found
