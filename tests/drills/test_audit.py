@@ -93,10 +93,14 @@ def test_directories_of_nodes_are_checked_together(
     for path in moved:
         (other / path.parent.name).mkdir(parents=True)
         path.rename(other / path.parent.name / path.name)
-    assert main(["audit", str(run_dir)]) == 1
-    capsys.readouterr()
+    assert main(["audit", str(run_dir)]) == 0, "what has died may have taken its disk along"
+    told = capsys.readouterr().out
+    assert "4 steps, 2 epochs of 10 samples; 3 steps more stand in files that are not here" in told
+    assert "of 1 worker of this run (c/0/13) there is no file here" in told.splitlines()[-2]
     assert main(["audit", str(run_dir), str(other)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "PASS"
+    told = capsys.readouterr().out
+    assert told.splitlines()[-1] == "PASS"
+    assert "not here" not in told
     assert main(["audit", str(run_dir), str(other), str(run_dir)]) == 1
     assert "tell of the same worker: give each run directory once" in capsys.readouterr().err
     assert main(["audit", str(run_dir), str(tmp_path)]) == 1

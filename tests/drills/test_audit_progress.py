@@ -453,11 +453,63 @@ def test_new_machines_that_went_on_from_a_snapshot(run_dir: Path) -> None:
     found = audit(run_dir)
     assert found.passed, found.reasons
     details = {check.name: check.detail for check in found.checks}
-    said = "; it began here from the snapshot of step 3: what came before is not here"
+    said = "; it began here after step 3: what came before is not here"
     assert details["steps"] == f"steps 4 to {LAST_STEP} in 1 generation{said}"
     assert said in details["ledger"]
     edit_lines(events_of(run_dir), lambda lines: [line for line in lines if line.get("step") != 5])
     assert "step 5 was never committed" in "".join(audit(run_dir).reasons)
+
+
+def test_a_node_whose_disk_is_gone(run_dir: Path) -> None:
+    """a has died as rank 0, and with it what it had written down; b has trained on, and has a directory of its own."""
+    taken = [line for line in read_all(events_of(run_dir)) if (line["event"], line["generation"]) == ("step", 1)]
+    own = [{**line, "host": "b", "pid": 12, "monotonic": line["monotonic"] + 1000.0} for line in taken]
+    edit_lines(events_of(run_dir, MEMBERS[1]), lambda lines: [*lines[:-1], *own, lines[-1]])
+    alone = {"members": [MEMBERS[1]], "lost_members": [MEMBERS[0], MEMBERS[2]]}
+    change(events_of(run_dir, MEMBERS[1]), is_second_world, **alone)
+    edit_json(
+        run_dir / "result.json",
+        lambda result: {**result, "incidents": [{**result["incidents"][0], "lost_members": alone["lost_members"]}]},
+    )
+    of_a = {line["step"]: line for line in read_all(ledger_of(run_dir)) if line["generation"] == 1}
+
+    def use_all(lines: list[Line]) -> list[Line]:
+        return [
+            {**line, "indices": of_a[line["step"]]["indices"] + line["indices"]} if line["generation"] == 1 else line
+            for line in lines
+        ]
+
+    edit_lines(ledger_of(run_dir, MEMBERS[1]), use_all)
+    for path in (events_of(run_dir), ledger_of(run_dir)):
+        edit_lines(path, lambda lines: [line for line in lines if line["generation"] != 1])
+    assert audit(run_dir).reasons == []
+    for path in (events_of(run_dir), ledger_of(run_dir)):
+        path.unlink()
+    found = audit(run_dir)
+    assert found.reasons == []
+    assert found.elsewhere == (MEMBERS[0],)
+    details = {check.name: check.detail for check in found.checks}
+    assert details["steps"] == f"steps 1 to {LAST_STEP} in 2 generations; 3 of them stand in files that are not here"
+    assert details["ledger"] == "4 steps, 2 epochs of 10 samples; 3 steps more stand in files that are not here"
+    edit_lines(events_of(run_dir, MEMBERS[1]), lambda lines: [line for line in lines if line.get("step") != 5])
+    assert "step 5 was never committed" in "".join(audit(run_dir).reasons)
+
+
+def test_a_node_that_came_to_others_of_whom_nothing_is_here(run_dir: Path) -> None:
+    """They have left since, and their disks are gone."""
+    for member in MEMBERS[:2]:
+        edit_lines(events_of(run_dir, member), lambda lines: [line for line in lines if line["generation"] == 1])
+        edit_lines(ledger_of(run_dir, member), lambda lines: [line for line in lines if line["generation"] == 1])
+    for path in (events_of(run_dir, MEMBERS[2]), ledger_of(run_dir, MEMBERS[2])):
+        path.unlink()
+    start = {"event": "start", "generation": None, "step": 0, "time": START + 1.7, "task": {"train_length": LENGTH}}
+    start |= {"config": {"global_batch_size": BATCH}}
+    edit_lines(events_of(run_dir), lambda lines: [start, *lines])
+    found = audit(run_dir)
+    assert found.reasons == []
+    details = {check.name: check.detail for check in found.checks}
+    said = "; it began here after step 3: what came before is not here"
+    assert details["steps"] == f"steps 4 to {LAST_STEP} in 1 generation{said}"
 
 
 # --- the generations --------------------------------------------------------------------------------------------------

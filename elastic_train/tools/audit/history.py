@@ -213,18 +213,16 @@ class History:
 
     @cached_property
     def begins_after(self) -> int:
-        """Committed steps of which nothing is here: new machines, with empty disks, went on from a snapshot. 0 where
-        the run began here, and in a drill."""
-        if self.drill is not None or not self.worlds or self.worlds[0].restored_from != "snapshot":
-            return 0
-        began = self.worlds[0].step
+        """Committed steps of which nothing is here: new machines, with empty disks, went on from a snapshot, or came to
+        others that are gone with theirs. 0 where the run began here, and in a drill."""
+        began = self.worlds[0].step if self.worlds and self.drill is None else 0
         return 0 if any(step.step <= began for step in self.steps) else began
 
     @property
     def of_before(self) -> str:
         """As the end of a sentence."""
         step = self.begins_after
-        return f"; it began here from the snapshot of step {step}: what came before is not here" if step else ""
+        return f"; it began here after step {step}: what came before is not here" if step else ""
 
     @cached_property
     def early_loss(self) -> float | None:

@@ -35,7 +35,7 @@ class Outage:
     seconds: float
     """lost: without one ordinary step"""
     is_measured: bool
-    """whether that is by one clock"""
+    """whether that is by one clock, and no step between them is missing"""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _lost_time(history: History, until: float) -> LostTime:
             cause=cause_of(worlds.get(after.generation)),
             time=before.time,
             seconds=max(0.0, after.time - before.time - ordinary.seconds(before, after)),
-            is_measured=before.clock == after.clock,
+            is_measured=before.clock == after.clock and after.step == before.step + 1,
         )
         for before, after in itertools.pairwise(kept)
         if before.generation != after.generation

@@ -7,7 +7,7 @@ import itertools
 import math
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,21 @@ from elastic_train.wording import count
 
 DRILL_TOLERANCE = 0.1
 """seconds: its nodes have one clock"""
+ELSEWHERE = "stand in files that are not here"
+
+
+def _steps_elsewhere(history: History, writers: Callable[[PastWorld], Sequence[str]]) -> set[int]:
+    """The steps of worlds of which a writer has left nothing here: its disk may be gone with it; in a drill, none."""
+    elsewhere = set(history.elsewhere if history.drill is None else ())
+    if elsewhere:
+        elsewhere.difference_update(line.writer for line in history.ledger)
+    ends = [*(world.step for world in history.worlds[1:]), history.last_step]
+    found = set[int]()
+    for world, end in zip(history.worlds, ends, strict=False):  # there may be no world, but always an end
+        if not elsewhere.isdisjoint(writers(world)):
+            found.update(range(world.step + 1, end + 1))
+    return found
+
 
 # --- the samples ------------------------------------------------------------------------------------------------------
 
@@ -41,7 +56,9 @@ def check_ledger(history: History) -> Found:
     per_epoch = -(-length // batch)
     findings = [line for line in history.torn if line.startswith("ledger/")]
     used, num_epochs, of_epochs = _EpochUse(-1, 0), 0, list[str]()
-    skipped = {step.step for step in history.kept if step.generation in history.without_ledger}
+    unasked = {step.step for step in history.kept if step.generation in history.without_ledger}
+    away = _steps_elsewhere(history, lambda world: world.members)
+    skipped = unasked | away
 
     def is_whole(epoch: int) -> bool:
         steps = range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)
@@ -70,7 +87,8 @@ def check_ledger(history: History) -> Found:
             used, num_epochs = _EpochUse(epoch, length), num_epochs + 1
         used.add([line.indices for line in lines])
     findings += [*of_epochs, *used.findings(is_whole=is_whole(used.epoch))]
-    without = f"; {count(len(skipped), 'step')} more without --ledger" if skipped else ""
+    without = f"; {count(len(unasked), 'step')} more without --ledger" if unasked else ""
+    without += f"; {count(len(away - unasked), 'step')} more {ELSEWHERE}" if away - unasked else ""
     checked = count(history.last_step - history.begins_after - len(skipped), "step")
     return f"{checked}, {count(num_epochs, 'epoch')} of {count(length, 'sample')}{without}{history.of_before}", findings
 
@@ -135,7 +153,8 @@ def check_steps(history: History) -> Found:
             findings.append(f"generation {generation} committed steps, but no member says that it stood")
     present = {step.step for step in history.steps}
     first, newest = history.begins_after + 1, max(present)  # those that a restart undid, too
-    gaps = [step for step in range(first, newest + 1) if step not in present]
+    away = _steps_elsewhere(history, lambda world: world.members[:1]) - present  # rank 0 writes them
+    gaps = [step for step in range(first, newest + 1) if step not in present and step not in away]
     if gaps:
         findings.append(f"step {gaps[0]} was never committed, but step {newest} was ({len(gaps)} missing)")
     lines = history.of("snapshot")
@@ -162,7 +181,8 @@ def check_steps(history: History) -> Found:
     if result is not None and result.get("step") != history.last_step:
         findings.append(f"result.json is of step {result.get('step')}, the events reach {history.last_step}")
     generations = count(len(history.worlds), "generation")
-    return f"steps {first} to {history.last_step} in {generations}{history.of_before}", findings
+    told = f"; {len(away)} of them {ELSEWHERE}" if away else ""
+    return f"steps {first} to {history.last_step} in {generations}{told}{history.of_before}", findings
 
 
 def _may_have_restarted(history: History, world: PastWorld, before: PastWorld | None) -> bool:
