@@ -47,16 +47,13 @@ class SharedStore(Notes, Protocol):
 
 
 class KeyValueStore(SharedStore, Protocol):
-    """What a member serves to the others. One instance serves one thread; `clone` gives another thread its own."""
+    """What a member serves to the others."""
 
     def swap(self, key: str, expected: str, value: str) -> bool:
         """Set a value if `expected` stands there; whether `value` stands there then, set by another one perhaps."""
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter that starts at 0; the sum."""
-
-    def clone(self) -> KeyValueStore:
-        """The same store for another thread."""
 
 
 class OwnStore(KeyValueStore, Protocol):
@@ -78,7 +75,6 @@ class TorchStore:
 
     def __init__(self, store: Store, timeout: timedelta) -> None:
         self._raw = store
-        self._timeout = timeout
         self._why_lost: str | None = None
         store.set_timeout(timeout)
         if isinstance(store, TCPStore):
@@ -144,18 +140,6 @@ class TorchStore:
             return list(self.raw.list_keys())
         except RuntimeError as error:
             raise self._lost(error) from error
-
-    def clone(self) -> TorchStore:
-        if not isinstance(self._raw, TCPStore):
-            return TorchStore(self._raw, self._timeout)  # lives in this process and locks for itself
-        found: Store | RuntimeError
-        try:  # its attempts to connect are bounded by the timeout itself
-            found = connect(self._raw.clone).get(timeout=2 * self._timeout.total_seconds())
-        except queue.Empty:
-            found = RuntimeError("it accepts connections and says nothing")
-        if isinstance(found, RuntimeError):
-            raise StoreUnreachable(f"the rendezvous store does not answer: {first_line(found)}") from found
-        return TorchStore(found, self._timeout)
 
     def _lost(self, error: RuntimeError) -> StoreUnreachable:
         if isinstance(self._raw, TCPStore):
@@ -249,9 +233,6 @@ class MemoryStore:
 
     def keys(self) -> list[str]:
         return list(self.values)
-
-    def clone(self) -> MemoryStore:
-        return self  # a dictionary serves all threads
 
 
 Answer = TypeVar("Answer")

@@ -171,9 +171,6 @@ class SimStore:
     def keys(self) -> list[str]:
         return self._call("keys")  # type: ignore[no-any-return]
 
-    def clone(self) -> SimStore:
-        return SimStore(self._mine, self._server)
-
     def _call(self, name: str, *arguments: Any) -> Any:
         mine, server, kernel = self._mine, self._server, self._mine.kernel
         if server is mine:

@@ -615,7 +615,7 @@ PATIENT = timedelta(seconds=60)  # a busy machine may let one of two processes s
 
 def group(name):
     world = World(rank=rank, generation=0, members=members)
-    return process_group(world, lambda: PrefixStore(name, store.clone().raw), "gloo", sockets, form_timeout=PATIENT)
+    return process_group(world, lambda: PrefixStore(name, store.raw.clone()), "gloo", sockets, form_timeout=PATIENT)
 
 
 def wait_for(key):

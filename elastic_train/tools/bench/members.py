@@ -66,8 +66,6 @@ class Counted:
         self._store, self._note_call = store, note_call
 
     def __getattr__(self, name: str) -> Any:
-        if name == "clone":
-            return lambda: Counted(self._store.clone(), self._note_call)
         self._note_call()
         return getattr(self._store, name)
 
