@@ -342,7 +342,6 @@ class Membership:
     def note_reduction(self) -> None:
         """A reduction is about to begin: those before it have finished. After the second one the world is settled."""
         self._num_reductions += 1
-        self.watcher.own.num_reductions = self._num_reductions
         if self._num_reductions == SETTLED_REDUCTIONS + 1 and self._world is not None:
             self.job.settle(self._world)
             self.has_settled = True

@@ -1,10 +1,10 @@
 """What a member says of itself with every ping and answer: one line of a size that does not grow with the world.
 
-`-{} [3, 118, "reduce", 0.031, 10.2, 0.044, 7, 512]`: whether its world is over (`!`, or `=` where all ended it at the
-step of a vote) and whose fault that is; generation, reductions begun in this world, activity, its seconds, and how many
-it may last by the member's own account; and for how long, as far as it has heard, nobody has been outside of the
-reduction, by which heartbeat (rank, count). Each member passes on the least age of its neighbours', so that all know
-whether somebody is still to come though nobody sees everybody.
+`-{} [3, "reduce", 0.031, 10.2, 0.044, 7, 512]`: whether its world is over (`!`, or `=` where all ended it at the step
+of a vote) and whose fault that is; generation, activity, its seconds, and how many it may last by the member's own
+account; and for how long, as far as it has heard, nobody has been outside of the reduction, by which heartbeat (rank,
+count). Each member passes on the least age of its neighbours', so that all know whether somebody is still to come
+though nobody sees everybody.
 
 Nobody else knows what a member's first step compiles, how long its evaluation takes or its disk. So each says for how
 long it has been at something and for how long it may be, and the others hold it to that.
@@ -155,7 +155,6 @@ def _median(seconds: Iterable[float]) -> float:
 @dataclass(frozen=True)
 class Heartbeat:
     generation: int
-    num_reductions: int
     activity: Activity
     seconds: float
     """that the activity has lasted, by the member's own clock"""
@@ -172,14 +171,14 @@ class Heartbeat:
 
     def to_line(self, head: str) -> str:
         times = [round(seconds, 3) for seconds in (self.seconds, self.limit, self.age)]
-        return f"{head} {json.dumps([self.generation, self.num_reductions, self.activity, *times, *self.witness])}"
+        return f"{head} {json.dumps([self.generation, self.activity, *times, *self.witness])}"
 
     @staticmethod
     def from_line(line: str) -> Heartbeat:
         """Raises: ValueError."""
-        generation, number, activity, seconds, limit, age, rank, count = json.loads(line.partition(" ")[2])
+        generation, activity, seconds, limit, age, rank, count = json.loads(line.partition(" ")[2])
         times = (float(seconds), float(limit), float(age))
-        return Heartbeat(int(generation), int(number), Activity(activity), *times, (int(rank), int(count)))
+        return Heartbeat(int(generation), Activity(activity), *times, (int(rank), int(count)))
 
 
 def head_of(world: World | None, verdicts: Mapping[int, str] | None, *, is_by_vote: bool = False) -> str:
@@ -265,8 +264,6 @@ class OwnHeartbeat:
         self._activity: tuple[Activity, float, float | None] = (Activity.FORM, monotonic(), None)
         """with the moment since when, and with a limit of its own"""
         self._rank, self._count = -1, 0
-        self.num_reductions = 0
-        """that have begun in the adopted world"""
         self.outside = LastOutside(0.0)
 
     def begin(self, rank: int, slack: float) -> None:
@@ -275,7 +272,7 @@ class OwnHeartbeat:
         Args:
             slack: seconds, as LastOutside has them.
         """
-        self._rank, self.num_reductions = rank, 0
+        self._rank = rank
         self.outside = LastOutside(self._monotonic(), slack)
 
     def turn_to(self, activity: Activity, limit: float | None = None) -> None:
@@ -307,7 +304,4 @@ class OwnHeartbeat:
             self._count += 1
             self.outside.hear((self._rank, self._count), now)
         generation, outside = world.generation if world else -1, self.outside
-        heartbeat = Heartbeat(
-            generation, self.num_reductions, activity, seconds, limit, now - outside.at, outside.witness
-        )
-        return heartbeat.to_line(head)
+        return Heartbeat(generation, activity, seconds, limit, now - outside.at, outside.witness).to_line(head)

@@ -55,7 +55,7 @@ def test_runs_are_short() -> None:
 
 
 def test_a_heartbeat_there_and_back() -> None:
-    heartbeat = Heartbeat(3, 118, Activity.REDUCE, 0.031, 10.2, 0.044, (7, 512))
+    heartbeat = Heartbeat(3, Activity.REDUCE, 0.031, 10.2, 0.044, (7, 512))
     line = heartbeat.to_line("-{}")
     assert Heartbeat.from_line(line) == heartbeat
     assert head(line) == "-{}"
@@ -68,7 +68,7 @@ def test_the_head_names_who_is_out_and_why() -> None:
         rank: describe(large, rank, "died" if rank < 300 else "was silent for 10.2 s") for rank in range(100, 400)
     }
     text = head_of(large, verdicts)
-    line = Heartbeat(3, 1, Activity.COMPUTE, 0.0).to_line(text)
+    line = Heartbeat(3, Activity.COMPUTE, 0.0).to_line(text)
     assert " " not in text
     assert len(line) < 150
     assert head(line) == text
