@@ -168,13 +168,13 @@ class Contacts:
             return False
         return found.activity is not Activity.REDUCE and not found.is_late
 
-    def activity_of(self, world: World, rank: int) -> MemberActivity | None:
+    def activity_of(self, world: World, rank: int) -> Heartbeat | None:
         """What a member of `world` that lives has said last."""
         heard = self.heard_in(world, rank)
         if heard is None or heard.refused_at is not None:
             return None
         is_silent = self._monotonic() - heard.heard_at > self._peer_timeout
-        return None if is_silent else Heartbeat.from_line(heard.status).member_activity
+        return None if is_silent else Heartbeat.from_line(heard.status)
 
     def longest_wait(self, world: World) -> float:
         """Seconds that a worker of `world` whom this member pings has been inside of a collective, by its own word."""
@@ -275,8 +275,7 @@ class Judge:
                 if not contacts.is_sparse:
                     return
                 continue
-            heartbeat = Heartbeat.from_line(heard.status)
-            activities[rank] = heartbeat.member_activity
+            activities[rank] = heartbeat = Heartbeat.from_line(heard.status)
             self._own.outside.hear(heartbeat.witness, heard.heard_at - heartbeat.age)
         # A lone worker has no collective that could be broken off, so nobody goes on until it is proven dead.
         is_judged = is_standing and world.world_size > 1

@@ -153,21 +153,13 @@ def _median(seconds: Iterable[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Heartbeat:
-    generation: int
-    activity: Activity
-    seconds: float
-    """that the activity has lasted, by the member's own clock"""
-    limit: float = 0.0
-    """seconds that it may last"""
-    age: float = 0.0
-    """seconds since anybody was outside of the reduction, as far as it has heard"""
-    witness: tuple[int, int] = (-1, 0)
-    """(rank, count) of the heartbeat that said so"""
+class Heartbeat(MemberActivity):
+    """What a member is at, and what it has heard of the others."""
 
-    @property
-    def member_activity(self) -> MemberActivity:
-        return MemberActivity(self.generation, self.activity, self.seconds, self.limit)
+    age: float
+    """seconds since anybody was outside of the reduction, as far as it has heard"""
+    witness: tuple[int, int]
+    """(rank, count) of the heartbeat that said so"""
 
     def to_line(self, head: str) -> str:
         times = [round(seconds, 3) for seconds in (self.seconds, self.limit, self.age)]

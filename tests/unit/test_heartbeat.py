@@ -68,7 +68,7 @@ def test_the_head_names_who_is_out_and_why() -> None:
         rank: describe(large, rank, "died" if rank < 300 else "was silent for 10.2 s") for rank in range(100, 400)
     }
     text = head_of(large, verdicts)
-    line = Heartbeat(3, Activity.COMPUTE, 0.0).to_line(text)
+    line = Heartbeat(3, Activity.COMPUTE, 0.0, 0.0, 0.0, (-1, 0)).to_line(text)
     assert " " not in text
     assert len(line) < 150
     assert head(line) == text
