@@ -19,7 +19,7 @@ ElasticTrainError            ends a worker with one line; `exit_code` says with 
 │   └── OwnershipLost        another job has taken it over from this process
 │       ├── NewerGeneration  the others of this job have gone on in it, without this process
 │       └── RunDirectoryGone it was removed or moved
-├── StoreUnreachable         the rendezvous store does not answer
+├── StoreUnreachable         a member's store, MASTER_ADDR's or etcd does not answer
 ├── StoreRefused             the rendezvous store refuses this user, this key or this write
 ├── FormationFailed          no process group could be formed
 │   └── JobFailed            what another member has met in the code that is trained would meet all
@@ -175,7 +175,7 @@ class RunDirectoryGone(OwnershipLost):
 
 
 class StoreUnreachable(ElasticTrainError):
-    """The rendezvous store does not answer."""
+    """A member's store, MASTER_ADDR's or etcd does not answer."""
 
 
 class StoreRefused(ElasticTrainError):

@@ -12,7 +12,7 @@ import queue
 import socket
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
@@ -64,7 +64,7 @@ class OwnStore(KeyValueStore, Protocol):
 
 
 class TorchStore:
-    """A `torch.distributed` store: the TCPStore of torchrun's rendezvous, or an in-process one.
+    """A `torch.distributed` store: a TCPStore that a member serves, MASTER_ADDR's, or one in this process.
 
     A TCPStore client is one connection under one lock, and `set` on a dead connection returns silently; so each thread
     has a client of its own, and writes that matter are compare-and-set or read back. The store's own timeout bounds
@@ -97,54 +97,46 @@ class TorchStore:
     def get_many(self, keys: Sequence[str]) -> list[str | None]:
         if not keys:
             return []
-        try:
-            if self.raw.check(list(keys)):
-                return [value.decode() for value in self.raw.multi_get(list(keys))]
-            return [self.raw.get(key).decode() if self.raw.check([key]) else None for key in keys]
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        with self._answered() as store:
+            if store.check(list(keys)):
+                return [value.decode() for value in store.multi_get(list(keys))]
+            return [store.get(key).decode() if store.check([key]) else None for key in keys]
 
     def put(self, key: str, value: str) -> None:
-        try:
-            self.raw.set(key, value)
-            self.raw.get(key)  # the acknowledgement that `set` does not give; perhaps of a value that came after ours
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        with self._answered() as store:
+            store.set(key, value)
+            store.get(key)  # the acknowledgement that `set` does not give; perhaps of a value that came after ours
 
     def create(self, key: str, value: str) -> str:
-        try:
-            return str(self.raw.compare_set(key, "", value).decode())
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        with self._answered() as store:
+            return str(store.compare_set(key, "", value).decode())
 
     def swap(self, key: str, expected: str, value: str) -> bool:
-        try:
-            return bool(self.raw.compare_set(key, expected, value).decode() == value)
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        with self._answered() as store:
+            return bool(store.compare_set(key, expected, value).decode() == value)
 
     def add(self, key: str, amount: int) -> int:
-        try:
-            return int(self.raw.add(key, amount))
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        with self._answered() as store:
+            return int(store.add(key, amount))
 
     def delete(self, key: str) -> None:
-        try:
-            self.raw.delete_key(key)
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        with self._answered() as store:
+            store.delete_key(key)
 
     def keys(self) -> list[str]:
-        try:
-            return list(self.raw.list_keys())
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        with self._answered() as store:
+            return list(store.list_keys())
 
-    def _lost(self, error: RuntimeError) -> StoreUnreachable:
-        if isinstance(self._raw, TCPStore):
-            self._why_lost = f"the rendezvous store does not answer: {first_line(error)}"
-        return StoreUnreachable(f"the rendezvous store does not answer: {first_line(error)}")
+    @contextlib.contextmanager
+    def _answered(self) -> Iterator[Store]:
+        """For one question. Raises: StoreUnreachable where it gets no answer, or an earlier one got none."""
+        try:
+            yield self.raw
+        except RuntimeError as error:
+            why = f"the rendezvous store does not answer: {first_line(error)}"
+            if isinstance(self._raw, TCPStore):
+                self._why_lost = why
+            raise StoreUnreachable(why) from error
 
 
 def connect(make: Callable[[], Store]) -> queue.SimpleQueue[Store | RuntimeError]:
