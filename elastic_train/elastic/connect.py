@@ -23,7 +23,7 @@ from elastic_train.elastic.formed_group import FormedGroup, form, form_timeout
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.stuck import StuckThread
 from elastic_train.errors import FormationFailed, StoreUnreachable, first_line
-from elastic_train.protocol.addresses import address_towards, address_towards_any, split_endpoint
+from elastic_train.protocol.addresses import address_towards, split_endpoint
 from elastic_train.protocol.arbiter import Arbiter
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.protocol.heartbeat import Pace
@@ -372,15 +372,14 @@ def wait_for_listener(host: str, port: int, deadline: float, stop: StopSignal) -
 
 
 def local_address(launch: Launch, warn: Callable[[str], None]) -> str:
-    """The IP address by which other members reach this worker. Blocks and warns as `address_towards_any`."""
+    """The IP address by which other members reach this worker. Blocks and warns as `address_towards`."""
     if launch.local_address is not None:
         return launch.local_address
-    if launch.c10d is not None:
-        return address_towards_any(launch.c10d.endpoints, warn)
-    if launch.etcd is not None:
-        return address_towards_any(launch.etcd.endpoints, warn)
+    settings = launch.c10d or launch.etcd
+    if settings is not None:
+        return address_towards([*map(split_endpoint, settings.endpoints)], warn)
     if launch.master is not None and launch.world_size > 1:
-        return address_towards(*launch.master, warn)
+        return address_towards([launch.master], warn)
     return "127.0.0.1"
 
 

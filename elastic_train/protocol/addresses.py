@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from elastic_train.errors import UsageError, first_line
 from elastic_train.protocol.names import look_up
+from elastic_train.world import Address
 
 DEFAULT_PORT, MAX_PORT = 29400, 65535
 NOBODY, NOBODY_V6 = "192.0.2.1", "2001:db8::1"
@@ -42,7 +43,7 @@ def parse_endpoints(text: str, option_name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(normalize_endpoint(part) for part in parts))
 
 
-def split_endpoint(text: str) -> tuple[str, int]:
+def split_endpoint(text: str) -> Address:
     """(host, port) of `HOST`, `HOST:PORT` or `[V6]:PORT`.
 
     Raises:
@@ -55,14 +56,9 @@ def split_endpoint(text: str) -> tuple[str, int]:
     return host, int(match["v6port"] or match["port"] or DEFAULT_PORT)
 
 
-def address_towards(host: str, port: int, warn: Callable[[str], None]) -> str:
-    """As `address_towards_any`, for one host."""
-    return _address_towards([(host, port)], warn)
-
-
-def address_towards_any(endpoints: Sequence[str], warn: Callable[[str], None]) -> str:
-    """The local IP address from which the machines of several HOST:PORT are reached. Blocks for LOOK_UP_SECONDS for
-    each of them where no name server answers.
+def address_towards(endpoints: Sequence[Address], warn: Callable[[str], None]) -> str:
+    """The local IP address from which the machines of some endpoints are reached. Blocks for LOOK_UP_SECONDS for each
+    of them where no name server answers.
 
     The route to another machine counts first, for this machine's own name may lead to any interface of it. One that
     leads to the loopback interface, as Debian's 127.0.1.1 does, is meant for others too: where no name says more, it is
@@ -71,10 +67,6 @@ def address_towards_any(endpoints: Sequence[str], warn: Callable[[str], None]) -
     Args:
         warn: told of each name that leads nowhere.
     """
-    return _address_towards([split_endpoint(endpoint) for endpoint in endpoints], warn)
-
-
-def _address_towards(endpoints: Sequence[tuple[str, int]], warn: Callable[[str], None]) -> str:
     of_routes: list[str] = []
     of_own_names: list[str] = []
     of_loopback: list[str] = []

@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable, first_line
-from elastic_train.protocol.addresses import address_towards_any
+from elastic_train.protocol.addresses import address_towards, split_endpoint
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections
@@ -155,7 +155,7 @@ class AgentsHandler(RendezvousHandler):
         prefix = self._prefix = self._job.prefix
         self._mirror = Mirror(etcd, f"{prefix}/")
         self._store = EtcdStore(etcd, lease=self._job.lease, guard=self._job.guard, mirror=self._mirror)
-        self._address = parameters.local_addr or address_towards_any(settings.endpoints, print)
+        self._address = parameters.local_addr or address_towards([*map(split_endpoint, settings.endpoints)], print)
         self._node = f"{self._address}-{uuid.uuid4().hex[:12]}"
         self._lease = NodeLease(self._store, self._job, self._node, self._address, seconds.lease)
         self._round = -1

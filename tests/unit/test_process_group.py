@@ -36,7 +36,7 @@ from elastic_train.elastic.whole_steps import ALONE, Beginning, WholeSteps
 from elastic_train.elastic.world_end import judge
 from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDiverged
 from elastic_train.protocol import addresses, names
-from elastic_train.protocol.addresses import address_towards, address_towards_any, own_address
+from elastic_train.protocol.addresses import address_towards, own_address
 from elastic_train.protocol.heartbeat import Pace
 from elastic_train.rules import Activity, Failure
 from elastic_train.system import open_sockets
@@ -408,9 +408,9 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_a_name_server_that_does_not_answer_costs_seconds_and_one_line(answers: threading.Event) -> None:
     assert not answers.is_set()
     warnings: list[str] = []
-    found = address_towards("job.test", 29400, warnings.append)
+    found = address_towards([("job.test", 29400)], warnings.append)
     assert names._lookups, "it has not waited for the answer"
-    assert found == address_towards("192.0.2.1", 9, pytest.fail)
+    assert found == address_towards([("192.0.2.1", 9)], pytest.fail)
     assert len(warnings) == 1
     assert "job.test:29400" in warnings[0]
     assert "no name server answers within 0.3 s" in warnings[0]
@@ -420,13 +420,13 @@ def test_a_name_server_that_does_not_answer_costs_seconds_and_one_line(answers: 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_a_loopback_address_that_is_asked_for_is_taken(host: str) -> None:
-    assert ipaddress.ip_address(address_towards(host, 29400, pytest.fail)).is_loopback
+    assert ipaddress.ip_address(address_towards([(host, 29400)], pytest.fail)).is_loopback
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "no..name"])
 def test_a_name_that_leads_nowhere_is_told(host: str) -> None:
     warnings: list[str] = []
-    assert address_towards(host, 29400, warnings.append) == address_towards("192.0.2.1", 9, pytest.fail)
+    assert address_towards([(host, 29400)], warnings.append) == address_towards([("192.0.2.1", 9)], pytest.fail)
     assert len(warnings) == 1
     assert f"{host}:29400 leads nowhere" in warnings[0]
 
@@ -454,7 +454,7 @@ def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("names", [*permutations(("h1", "h2", "h3")), ("mine", "h2"), ("localhost", "h3"), ("h2",)])
 @pytest.mark.usefixtures("two_networks")
 def test_on_two_networks_the_one_of_the_other_nodes_is_told(names: tuple[str, ...]) -> None:
-    assert address_towards_any([f"{name}:29400" for name in names], pytest.fail) == "192.168.56.11"
+    assert address_towards([(name, 29400) for name in names], pytest.fail) == "192.168.56.11"
 
 
 @pytest.mark.parametrize(
@@ -469,14 +469,14 @@ def test_on_two_networks_the_one_of_the_other_nodes_is_told(names: tuple[str, ..
 )
 @pytest.mark.usefixtures("two_networks")
 def test_where_no_other_node_is_named(names: tuple[str, ...], told: str) -> None:
-    assert address_towards_any([f"{name}:29400" for name in names], pytest.fail) == told
+    assert address_towards([(name, 29400) for name in names], pytest.fail) == told
 
 
 @pytest.mark.parametrize(("names", "told"), [(("gone", "h2"), "192.168.56.11"), (("localhost", "gone"), "10.0.2.15")])
 @pytest.mark.usefixtures("two_networks")
 def test_a_name_that_leads_nowhere_beside_others(names: tuple[str, ...], told: str) -> None:
     warnings: list[str] = []
-    assert address_towards_any([f"{name}:29400" for name in names], warnings.append) == told
+    assert address_towards([(name, 29400) for name in names], warnings.append) == told
     assert len(warnings) == 1
     assert "gone:29400 leads nowhere" in warnings[0]
     assert ("default route" in warnings[0]) == (told == "10.0.2.15")
