@@ -317,11 +317,8 @@ def launcher_of(launch: Launch, waits: Waits, stop: StopSignal) -> Launcher:
         return Launcher(None, rank=launch.rank, start=start)
     host, port = launch.master
     is_server = launch.rank == 0 and not launch.is_agent_store
-    return Launcher(
-        lambda: store_of_launcher(host, port, waits.formation_timeout, stop, is_server=is_server),
-        rank=launch.rank,
-        start=start,
-    )
+    store = store_of_launcher(host, port, waits.formation_timeout, stop, is_server=is_server)
+    return Launcher(store, rank=launch.rank, start=start)
 
 
 def store_of_launcher(host: str, port: int, seconds: float, stop: StopSignal, *, is_server: bool) -> Store:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import Store
 
 from elastic_train.protocol.signposts import CALL_SECONDS
-from elastic_train.protocol.store import KeyValueStore, TorchStore
+from elastic_train.protocol.store import TorchStore
 from elastic_train.world import Address
 
 
@@ -17,15 +17,13 @@ class Launcher:
     """As join_queue.Finder, for a world that a launcher has fixed: rank 0 says at MASTER_ADDR where its store is.
 
     Args:
-        store: makes a client of the store there; None for a world of one. Blocks until it answers.
+        store: a client of the store there; None for a world of one.
         start: tells the starts of one job apart, which a launcher may restart, or have beside each other.
     """
 
-    def __init__(self, store: Callable[[], Store] | None, *, rank: int, start: str) -> None:
+    def __init__(self, store: Store | None, *, rank: int, start: str) -> None:
         self._rank, self._key = rank, f"elastic_train/{start}/sign"
-        self._store: KeyValueStore | None = None
-        if store is not None:
-            self._store = TorchStore(store(), timedelta(seconds=CALL_SECONDS))
+        self._store = None if store is None else TorchStore(store, timedelta(seconds=CALL_SECONDS))
 
     def is_beginner(self) -> bool:
         return self._rank == 0

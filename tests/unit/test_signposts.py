@@ -932,7 +932,7 @@ def test_any_address_of_a_name_leads_to_the_job(make: Make, clock: Clock, port: 
 
 def launchers(start: str = "restart-0", size: int = 2) -> list[Launcher]:
     shared = HashStore()
-    return [Launcher(lambda: shared, rank=rank, start=start) for rank in range(size)]
+    return [Launcher(shared, rank=rank, start=start) for rank in range(size)]
 
 
 def test_rank_0_of_a_launcher_begins_and_the_others_find_it() -> None:
@@ -949,9 +949,9 @@ def test_rank_0_of_a_launcher_begins_and_the_others_find_it() -> None:
 
 def test_each_start_of_a_launcher_has_a_sign_of_its_own() -> None:
     shared = HashStore()
-    Launcher(lambda: shared, rank=0, start="restart-0").show([A], "")
-    assert Launcher(lambda: shared, rank=1, start="restart-1").addresses() == ()
-    assert Launcher(lambda: shared, rank=1, start="restart-0").addresses() == [A]
+    Launcher(shared, rank=0, start="restart-0").show([A], "")
+    assert Launcher(shared, rank=1, start="restart-1").addresses() == ()
+    assert Launcher(shared, rank=1, start="restart-0").addresses() == [A]
 
 
 def test_a_world_of_one_needs_no_store() -> None:

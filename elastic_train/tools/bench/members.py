@@ -80,7 +80,7 @@ class BenchMember:
         self._calls = 0
         self._is_newcomer = bool(known)
         sign = HashStore()  # every newcomer knows one member
-        Launcher(lambda: sign, rank=0, start="bench").show(known, "")
+        Launcher(sign, rank=0, start="bench").show(known, "")
         server, self._links = serve_store(), Links(HOST, uid, interval_for(most), PEER_TIMEOUT)
         self.store = TorchStore(server.store, timedelta(seconds=OWN_SECONDS))
         self._watcher = Watcher(
@@ -89,7 +89,7 @@ class BenchMember:
         )  # fmt: skip
         job = PeerJob(
             self.store, server.address, lambda address: cast(KeyValueStore, Counted(reach(address), self._note_call)),
-            Launcher(lambda: sign, rank=1, start="bench"), Size(1, most, 0.0), uid=uid, run_id="bench",
+            Launcher(sign, rank=1, start="bench"), Size(1, most, 0.0), uid=uid, run_id="bench",
             peer_timeout=PEER_TIMEOUT, max_world_size=None, refused=refusing, draw_uid=around.draw_uid,
             clock=time.monotonic, in_background=lambda task: threading.Thread(target=task, daemon=True).start(),
         )  # fmt: skip
