@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,22 +46,6 @@ Check = Callable[[], None]
 """called again and again while a rank waits for a state; raises where the process group was broken off"""
 
 
-class Handover(Protocol):
-    """One rank's part in it."""
-
-    def begin(self) -> None:
-        """When the step's reduction is made, for which nobody should have to wait: from now on the state is sent."""
-
-    def finish(self, check: Check) -> None:
-        """Before the optimizer's step. Blocks until the state may change: it is sent, or it is here. gloo may never end
-        a send to one that died, so `check` is asked.
-
-        Raises:
-            RuntimeError: from the communication library, when a peer is lost. What `check` raises. SnapshotError: as
-                `loading.load`.
-        """
-
-
 def hand_out(
     state: TrainState,
     ranks: Sequence[int],
@@ -81,7 +65,7 @@ def hand_out(
 
     Returns: the first one's clock, where this rank has got its state.
 
-    Raises: as `Handover.finish`. SnapshotError: as `loading.load`.
+    Raises: as `Giving.finish` and `Taking.finish`.
     """
     clocks: list[dict[str, Any]] = []
     if dist.get_rank() == ranks[0] and len(ranks) > 1:
@@ -117,7 +101,7 @@ class Giving:
         self._thread: SideThread | None = None
 
     def begin(self) -> None:
-        """As `Handover.begin`."""
+        """When the step's reduction is made, for which nobody should have to wait: from now on the state is sent."""
         self._thread = SideThread(self._send, "give")
 
     def _send(self) -> None:
@@ -129,7 +113,12 @@ class Giving:
             self._link.pass_on(packed(packet), None, children)
 
     def finish(self, check: Check) -> None:
-        """As `Handover.finish`."""
+        """Before the optimizer's step. Blocks until the state may change: it is sent. gloo may never end a send to one
+        that died, so `check` is asked.
+
+        Raises:
+            RuntimeError: from the communication library, when a peer is lost. What `check` raises.
+        """
         assert self._thread is not None, "it has begun"
         self._thread.finish(check)
 
@@ -151,13 +140,13 @@ class Taking:
         self._thread = SideThread(self._receive, "take")
 
     def begin(self) -> None:
-        """As `Handover.begin`: it listens already."""
+        """As `Giving.begin`: it listens already."""
 
     def wait_for_position(self, check: Check) -> int:
         """Until the others are here, and `state` has their position: how many get it. Blocks for as long as the others
         train on.
 
-        Raises: as `Handover.finish`.
+        Raises: as `Giving.finish`.
         """
         while self._head is None and self._thread.is_alive:
             check()
@@ -194,11 +183,11 @@ class Taking:
         return f"the state of rank {self._source}"
 
     def wait(self, check: Check) -> None:
-        """Block until the state is here, without touching the one that this rank has. Raises: as `Handover.finish`."""
+        """Block until the state is here, without touching the one that this rank has. Raises: as `Giving.finish`."""
         self._thread.finish(check)
 
     def finish(self, check: Check) -> None:
-        """As `Handover.finish`."""
+        """As `Giving.finish`: it is here. Raises: SnapshotError as `loading.load`, besides."""
         self.wait(check)
         skeleton, tensors = self._skeleton, self._tensors
         self._skeleton, self._tensors = {}, []
@@ -206,6 +195,10 @@ class Taking:
         mine = {name: parameter.detach() for name, parameter in named if not is_lazy(parameter)}
         load(self._state, put_together(skeleton, tensors, mine), self._source_name, is_peers=True)
         self._loaded(skeleton["run"]["clock"])
+
+
+Handover = Giving | Taking
+"""one rank's part in it"""
 
 
 def neighbours(place: int, ranks: Sequence[int]) -> tuple[int | None, Sequence[int]]:
