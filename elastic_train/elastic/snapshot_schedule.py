@@ -35,7 +35,8 @@ class SnapshotSchedule:
     def __init__(self, interval: SnapshotInterval, *, now: Callable[[], float] = time.monotonic) -> None:
         self._interval = interval
         self._now = now
-        self._is_overdue = False
+        self.is_overdue = False
+        """whether one is due after the newest step, or was before"""
         self._noted_step: int | None = None
         """the newest one"""
         self._started_at: float | None = None
@@ -48,7 +49,8 @@ class SnapshotSchedule:
         """of those beside the snapshot in hand"""
         self._num_busy = 0
         self._costs: deque[float] = deque(maxlen=COSTS)
-        self._seconds = interval.first_seconds
+        self.seconds = interval.first_seconds
+        """between the starts of two snapshots, where that is no number of steps"""
         self._told_seconds = 0.0
         self._counted: tuple[list[dict[str, Any]], int] = ([], 0)
         """incidents, and how many of them are counted"""
@@ -58,11 +60,6 @@ class SnapshotSchedule:
     def cost_seconds(self) -> float | None:
         """Training time that a snapshot costs; None before the first."""
         return median(self._costs) if self._costs else None
-
-    @property
-    def seconds(self) -> float:
-        """Between the starts of two snapshots, where that is no number of steps."""
-        return self._seconds
 
     @property
     def seconds_on_the_way(self) -> float:
@@ -79,14 +76,9 @@ class SnapshotSchedule:
         """
         self._step_at = None  # what lies between two worlds is no step
         if takes_over and self._interval.steps:
-            self._is_overdue = self._is_overdue or step >= self._interval.steps
+            self.is_overdue = self.is_overdue or step >= self._interval.steps
         if self._started_at is None:
             self._started_at = self._now()
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether one is due after the newest step, or was before."""
-        return self._is_overdue
 
     def note_step(self, step: int, *, is_writing: bool) -> None:
         """So many steps are committed by now.
@@ -105,16 +97,16 @@ class SnapshotSchedule:
             every = self._interval.steps
             is_due = every > 0 and step // every > before // every
         else:
-            is_due = self._started_at is not None and now - self._started_at >= self._seconds
-        self._is_overdue = self._is_overdue or is_due
+            is_due = self._started_at is not None and now - self._started_at >= self.seconds
+        self.is_overdue = self.is_overdue or is_due
 
     def put_off(self) -> None:
         """The one that was due is not written: it stays due."""
-        self._is_overdue = True
+        self.is_overdue = True
 
     def note_start(self, started_at: float) -> None:
         """A snapshot is on its way since then; its copying was no part of a step."""
-        self._is_overdue = False
+        self.is_overdue = False
         self._started_at = started_at
         self._step_at, self._was_writing = self._now(), True
         self._forget_busy()
@@ -136,12 +128,12 @@ class SnapshotSchedule:
             return None
         failures = self._count_failures(state.incidents)
         failure_seconds = mean_failure_seconds(sum(state.clock.totals().values()), failures)
-        self._seconds = best_interval(cost, failure_seconds)
-        if abs(self._seconds - self._told_seconds) <= TOLD_CHANGE * self._told_seconds:
+        self.seconds = best_interval(cost, failure_seconds)
+        if abs(self.seconds - self._told_seconds) <= TOLD_CHANGE * self._told_seconds:
             return None
-        self._told_seconds = self._seconds
+        self._told_seconds = self.seconds
         return {
-            "seconds": self._seconds,
+            "seconds": self.seconds,
             "cost_seconds": cost,
             "failures": failures,
             "failure_seconds": failure_seconds,
