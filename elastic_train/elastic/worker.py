@@ -100,8 +100,18 @@ class Worker:
         os.environ.update(self.launch.variables_in(world))
 
     def share_cores(self, world: World) -> None:
-        """Share this host's cores among the workers of `world` that it has."""
-        set_threads(world, self.config)
+        """Share this host's cores among the workers of `world` that it has, where the user has not set OMP_NUM_THREADS.
+
+        In ordered mode one thread, whatever the user has set: the bits depend on it.
+
+        torchrun sets it only when one agent starts several workers; several terminals of one machine would otherwise
+        run as many threads each as there are cores.
+        """
+        if self.config.reduction == "ordered":
+            torch.set_num_threads(determinism.THREADS_PER_WORKER)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            on_this_host = sum(member.host == world.me.host for member in world.workers)
+            torch.set_num_threads(max(1, num_cores() // on_this_host))
 
     def agreement(self) -> dict[str, Any]:
         """What must be equal on all members of a world."""
@@ -375,18 +385,3 @@ def own_schedule(config: Config, task: Task) -> Callable[[int, int], float] | No
     if config.schedule != "auto":
         raise UsageError(f"--schedule: {task.name} has a schedule of its own; give it a flag of its own")
     return schedule
-
-
-def set_threads(world: World, config: Config) -> None:
-    """Share this host's cores among its workers, where the user has not set OMP_NUM_THREADS.
-
-    In ordered mode one thread, whatever the user has set: the bits depend on it.
-
-    torchrun sets it only when one agent starts several workers; several terminals of one machine would otherwise run
-    as many threads each as there are cores.
-    """
-    if config.reduction == "ordered":
-        torch.set_num_threads(determinism.THREADS_PER_WORKER)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        on_this_host = sum(member.host == world.me.host for member in world.workers)
-        torch.set_num_threads(max(1, num_cores() // on_this_host))
