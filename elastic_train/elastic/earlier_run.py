@@ -53,8 +53,6 @@ class EarlierRun:
         self._membership = membership
         self._files = files
         self._offers: list[SnapshotInfo] = []
-        self._told: set[str] = set()
-        """warnings of damaged snapshots"""
         self._owner: BucketRecord | None = None
         self._fresh_record: RunRecord | None = None
         """what --fresh has left of the run directory"""
@@ -119,7 +117,7 @@ class EarlierRun:
         self._offers, self._owner, self._is_replaced = [], None, False
         self._record = self._fresh_record or read_record(worker.directory.path)
         try:
-            found = find_snapshots(worker.snapshots_dir, warn=self._warn_once, key=worker.snapshot_key)
+            found = find_snapshots(worker.snapshots_dir, warn=self._files.warn_once, key=worker.snapshot_key)
             self._owner = owner = None if worker.bucket is None else worker.bucket.owner.read()
         except ObjectStoreError as error:
             if is_needed:
@@ -132,11 +130,6 @@ class EarlierRun:
                 self._is_replaced = here.uid in self._record.superseded
         # A member that comes back knows its run, also where nobody else is left.
         self._run_uid = self._membership.published("run_uid") or worker.state.run_uid or new_token()
-
-    def _warn_once(self, damaged: str) -> None:
-        if damaged not in self._told:
-            self._told.add(damaged)
-            self._worker.reporter.warn(damaged)
 
     def _start_anew(self) -> RunRecord:
         """--fresh: move what is in the run directory aside, and snapshots that lie elsewhere, once per job; the first

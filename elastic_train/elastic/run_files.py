@@ -45,7 +45,7 @@ class RunFiles:
         self._worker = worker
         self.job_token = job_token
         self._told: set[str] = set()
-        """warnings"""
+        """warnings, of an earlier run's snapshots too"""
         self._claiming: SideThread | None = None
         """what makes the run directory that of the present generation"""
         self._warning: str | None = None
@@ -152,7 +152,7 @@ class RunFiles:
             folder = self._why_not(self._worker.directory.ownership.check_snapshots, generation)
             if folder is not None:
                 raise SnapshotError(folder)
-            self._warn_once(why)
+            self.warn_once(why)
 
     def release(self) -> None:
         """This worker is no member of the job any more."""
@@ -187,9 +187,10 @@ class RunFiles:
         finally:
             self._claiming = None  # not before: the thread that saves waits for it as well
         if self._warning is not None:
-            self._warn_once(self._warning)
+            self.warn_once(self._warning)
 
-    def _warn_once(self, warnings: str) -> None:
+    def warn_once(self, warnings: str) -> None:
+        """Of each line, where it was not yet warned of."""
         for warning in warnings.splitlines():
             if warning not in self._told:
                 self._told.add(warning)

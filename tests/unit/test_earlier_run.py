@@ -86,7 +86,7 @@ def look(
         job=SimpleNamespace(entrance=SimpleNamespace(is_first=True)),
         address=("127.0.0.1", 1),
     )
-    files: Any = None
+    files: Any = SimpleNamespace(warn_once=warnings.append)
     earlier = EarlierRun(worker, membership, files, back)
     if meets:
         with pytest.raises(Met):
