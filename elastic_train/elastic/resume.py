@@ -47,8 +47,6 @@ class Resumed:
     """where this worker's state came from; None where it had it"""
     begin: Beginning
     """what is under way"""
-    first_ranks: int
-    """so many ranks, the lowest ones, have samples in the first step"""
 
 
 class Resume:
@@ -105,11 +103,11 @@ class Resume:
             FormationFailed, RuntimeError: a member is lost.
             SnapshotError, TaskMismatch: as `EarlierRun.restore`. JobFinished, Stopped: as `Arrival.check`.
         """
-        handover, first_ranks = None, world.world_size
+        handover, first_ranks = None, None
         if is_formed_ahead:
             restored, handover, num_givers = self._hand_over(world, change)
             voters = list(range(num_givers))
-            if self._trainer.has_room_for_handover:
+            if self._trainer.has_room_for_handover and num_givers < world.world_size:
                 first_ranks = num_givers
         else:
             restored, voters = self._synchronise(world)
@@ -118,9 +116,7 @@ class Resume:
             self._files.note_run(world)
         set_group_timeout(STEP_TIMEOUT)
         comparison = self._trainer.states.comparison(world, voters)
-        is_handed_over = first_ranks < world.world_size
-        begin = Beginning(self._files.finish_claim, handover, comparison, is_handed_over)
-        return Resumed(restored, begin, first_ranks)
+        return Resumed(restored, Beginning(self._files.finish_claim, handover, comparison, first_ranks))
 
     def _synchronise(self, world: World) -> tuple[Restored | None, list[int]]:
         """Bring all members to one state; None if this one had it already. Returns also the ranks whose state it was.

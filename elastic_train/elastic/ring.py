@@ -65,8 +65,8 @@ class RingParts:
     """the first world. Blocks until there is one; raises as `EarlierRun.first_world`"""
     open_group: Callable[[World, FormedGroup | None], AbstractContextManager[None]]
     """the process group of a world, perhaps one that was formed ahead"""
-    batches: Callable[[World, int], Iterable[Share]]
-    """this rank's, from the run's position on; so many ranks have samples in the first step"""
+    batches: Callable[[World, int | None], Iterable[Share]]
+    """this rank's, from the run's position on; so many ranks have samples in the first step, None: all"""
     trainer: Trainer
     resume: Resume
     files: RunFiles
@@ -232,11 +232,11 @@ class Stages:
         self._waits_until = None
         state.clock.enter(Phase.TRAIN)
         parts.saver.begin(state)
-        if resumed.first_ranks == world.world_size:  # else those who trained have just evaluated what was due
+        if resumed.begin.first_ranks is None:  # else those who trained have just evaluated what was due
             parts.trainer.evaluate_if_missed(world)
         membership.watcher.do(Activity.COMPUTE)
         try:
-            ended = parts.trainer.run(world, parts.batches(world, resumed.first_ranks), resumed.begin)
+            ended = parts.trainer.run(world, parts.batches(world, resumed.begin.first_ranks), resumed.begin)
         except StatesDiffer as differ:
             membership.watcher.do(Activity.FORM, FIRST_SECONDS)  # the reduction is over; a snapshot takes its time
             if not differ.has_majority:

@@ -64,8 +64,8 @@ class Beginning:
     """is to be finished before the first step's gradient is applied"""
     comparison: StateComparison | None = None
     """is to be made within the first step that all ranks begin with a state"""
-    is_handed_over: bool = False
-    """whether some rank, not this one perhaps, gets its state within the first step"""
+    first_ranks: int | None = None
+    """so many ranks, the lowest ones, have samples in the first step: the others get their state in it; None: all"""
 
     def wait_for_claim(self, watcher: Watcher) -> None:
         if self.finish_claim is not None:
@@ -144,7 +144,7 @@ class WholeSteps:
         """As `Reduction.run`. Raises: FormationFailed where the group was broken off. StatesDiffer. UsageError where
         the loss trains what is no part of the model; as `PassChecks.look`."""
         reduction, begin = self.prepare(), self._begin
-        comparison = None if begin.is_handed_over else begin.comparison
+        comparison = begin.comparison if begin.first_ranks is None else None
         if comparison is not None:
             comparison.begin()
         gradients = self._gradients_beside()
@@ -163,7 +163,7 @@ class WholeSteps:
         self._finish(begin)
         if comparison is not None:
             self._states.finish(comparison)
-        self._begin = Beginning(comparison=begin.comparison) if begin.is_handed_over else ALONE
+        self._begin = ALONE if begin.first_ranks is None else Beginning(comparison=begin.comparison)
         self._membership.watcher.do(Activity.COMPUTE)  # the optimizer's step waits for nobody
         self._membership.sockets.require_unbroken()
         self._clip()

@@ -207,7 +207,7 @@ class SimParts:
             branch = self._membership.side.branch
             if branch is not None and branch.id != id_of(self._state.branches):
                 self._state.branches = (*self._state.branches, (branch.id, self._state.step))
-        return Resumed(None, ALONE, world.world_size)
+        return Resumed(None, ALONE)
 
     def _take_over(self, world: World, group: Group) -> Commit:
         """In a world that was formed ahead: what all who trained have, and newcomers get with their first step."""

@@ -1132,7 +1132,7 @@ def test_what_a_world_begins_with_is_finished_in_its_first_steps() -> None:
         begin=noting("hash"), finish_hash=noting("hashed"), compare=noting("compare"), why_not=None,
         is_lost_in_loading=False,
     )  # fmt: skip
-    begin = Beginning(noting("claim"), handover, comparison, is_handed_over=True)
+    begin = Beginning(noting("claim"), handover, comparison, first_ranks=1)
     inner = SimpleNamespace(run=noting("reduce"))
     steps = whole_steps(GroupSockets(), inner, begin=begin)
     found = []

@@ -15,7 +15,7 @@ from elastic_train.elastic import restore
 from elastic_train.elastic.loading import difference, load, other_rates, peak_rates
 from elastic_train.elastic.restore import Restored
 from elastic_train.elastic.resume import Resumed
-from elastic_train.elastic.whole_steps import ALONE
+from elastic_train.elastic.whole_steps import Beginning
 from elastic_train.elastic.world_report import describe_optimizer
 from elastic_train.errors import SnapshotError
 from elastic_train.runlog.goodput import Phase, PhaseClock
@@ -258,7 +258,7 @@ class Newcomer(Fake):
     """Of a world that was formed ahead: the state comes within the first step, if they who have it live so long."""
 
     def into(self, world: Any, change: Any, *, is_formed_ahead: bool) -> Resumed:
-        return Resumed(Restored("peer", 5, 0), ALONE, 1)
+        return Resumed(Restored("peer", 5, 0), Beginning(first_ranks=1))
 
 
 @pytest.mark.parametrize("came", ["position", "state"])

@@ -114,7 +114,7 @@ class Fake:
     def into(self, _world: World, _change: Change, *, is_formed_ahead: bool) -> Resumed:
         restored = self.answer("into", Restored("scratch", 0, 0) if not self.has_state else None)
         self.has_state = True
-        return Resumed(restored, ALONE, PAIR.world_size)
+        return Resumed(restored, ALONE)
 
     def run(self, _world: World, _steps: Any, _begin: Any) -> Outcome:
         self.state.step += self.scripts.get("steps", [1]).pop(0) if self.scripts.get("steps") else 1
