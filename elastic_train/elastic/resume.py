@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from elastic_train.branches import id_of
+from elastic_train.elastic.connect import Return
 from elastic_train.elastic.earlier_run import ALL_GONE, EarlierRun, compare_with_peers
 from elastic_train.elastic.handover import Giving, Handover, Taking
 from elastic_train.elastic.membership import Change, Membership
@@ -53,8 +54,7 @@ class Resume:
     """Brings one worker to the state of each world that it enters.
 
     Args:
-        has_trained: whether this process was another member before, which had trained or seen others do so.
-        was_left_out: whether it was another member at all.
+        back: what it brings along, where it was another member before.
     """
 
     def __init__(
@@ -65,14 +65,12 @@ class Resume:
         earlier: EarlierRun,
         files: RunFiles,
         report: WorldReport,
-        *,
-        has_trained: bool,
-        was_left_out: bool,
+        back: Return | None = None,
     ) -> None:
         self._worker, self._membership, self._trainer = worker, membership, trainer
         self._earlier, self._files, self._report = earlier, files, report
-        self._was_left_out = was_left_out
-        self.holding = Holding.SPARE if has_trained else Holding.NOTHING
+        self._was_left_out = back is not None
+        self.holding = Holding.SPARE if back is not None and back.has_trained else Holding.NOTHING
         self._why_dropped: str | None = None
         """the state that this worker had, where it was wrong"""
 

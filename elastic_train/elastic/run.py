@@ -232,16 +232,7 @@ def _make_parts(
     earlier = EarlierRun(worker, membership, files, back)
     trainer = Trainer(program, worker, membership, saver)
     report = WorldReport(worker)
-    resume = Resume(
-        worker,
-        membership,
-        trainer,
-        earlier,
-        files,
-        report,
-        has_trained=back is not None and back.has_trained,
-        was_left_out=back is not None,
-    )
+    resume = Resume(worker, membership, trainer, earlier, files, report, back)
     task, config = worker.task, worker.config
     return RingParts(
         find=partial(find_world, earlier, worker, differing),

@@ -134,9 +134,7 @@ class Entering:
         )  # fmt: skip
         trainer: Any = SimpleNamespace(states=SimpleNamespace(comparison=nothing))
         earlier: Any = SimpleNamespace(warn_of_parted=nothing)
-        held = Resume(
-            report._worker, membership, trainer, earlier, files, report, has_trained=False, was_left_out=False
-        )
+        held = Resume(report._worker, membership, trainer, earlier, files, report)
         held.holding = Holding.STATE if rank == 0 else Holding.NOTHING
         report.begins(world, change, why)
         found: Resumed = held.into(world, change, is_formed_ahead=False)

@@ -65,7 +65,7 @@ def test_nobody_goes_on_from_a_step_whose_event_is_not_written(
     files: Any = SimpleNamespace(finish_claim=nothing, note_run=lambda _world: None)
     worker: Any = SimpleNamespace(state=state, reporter=reporter)
     report: Any = SimpleNamespace(interrupted=[])
-    held = Resume(worker, membership, trainer, nothing, files, report, has_trained=False, was_left_out=False)
+    held = Resume(worker, membership, trainer, nothing, files, report)
     held.holding = Holding.STATE
     state.lock.hold()
     members = (make_member(0), make_member(1))
@@ -149,7 +149,7 @@ def test_who_joins_an_ordered_run_on_a_machine_of_another_kind_warns(
     )
     report: Any = SimpleNamespace(interrupted={})
     earlier = EarlierRun(worker, membership, files)
-    held = Resume(worker, membership, trainer, earlier, files, report, has_trained=False, was_left_out=False)
+    held = Resume(worker, membership, trainer, earlier, files, report)
     world = World(1, 1, (make_member(0), make_member(1)))
     restored = held.into(world, Change(joined=(world.me,)), is_formed_ahead=is_formed_ahead).restored
     assert (restored, held.holding) == (Restored("peer", 43, 0), Holding.STATE)
