@@ -67,12 +67,14 @@ class QueueNews:
         for node in ready_nodes(self._job.queue(), world.members):
             self.tell(node, why)
 
-    def tell_once(self, node: Sequence[Member], why: str, about: str | None = None) -> None:
-        """The same, where its workers were not told that before, or anything `about` the same."""
+    def tell_once(self, node: Sequence[Member], why: str, about: str | None = None) -> bool:
+        """The same, where its workers were not told that before, or anything `about` the same; whether it was so."""
         told = {(member.uid, about or why) for member in node}
-        if not told <= self._know:
+        is_news = not told <= self._know
+        if is_news:
             self._know |= told
             self.tell(node, why)
+        return is_news
 
     def tell_no_room(self, node: Sequence[Member], num_inside: int, max_nodes: int) -> None:
         """Once."""

@@ -23,18 +23,16 @@ class Quarantined:
     Args:
         state: of this worker; None while it does not hold the run's.
         warn: tells the people of this job, and notes it in the run's events.
-        tell_why: as `QueueNews.tell`.
+        tell_once: as `QueueNews.tell_once`.
     """
 
     def __init__(
         self,
         state: Callable[[], TrainState | None],
         warn: Callable[[str], None],
-        tell_why: Callable[[Node, str], None],
+        tell_once: Callable[[Node, str, str], bool],
     ) -> None:
-        self._state, self._warn, self._tell_why = state, warn, tell_why
-        self._told: set[str] = set()
-        """uids of workers that know why they wait"""
+        self._state, self._warn, self._tell_once = state, warn, tell_once
 
     def admissible(self, world: World, nodes: Sequence[Node]) -> list[Node]:
         """Those of some nodes that are ready to join `world` which need not wait."""
@@ -49,15 +47,12 @@ class Quarantined:
         return [node for node in nodes if node not in kept]
 
     def _tell(self, node: Node, quarantine: Quarantine, now: float) -> None:
-        if self._told.issuperset(member.uid for member in node):
-            return
-        self._told.update(member.uid for member in node)
         why = (
             f"{node[0].host} waits {duration(quarantine.until - now)} in the join queue (--quarantine): "
             f"{describe_deaths(quarantine.deaths)}"
         )
-        self._warn(why)
-        self._tell_why(node, why)
+        if self._tell_once(node, why, "quarantine"):
+            self._warn(why)
 
 
 def lasting(state: TrainState, world: World, wall: float) -> list[dict[str, Any]]:

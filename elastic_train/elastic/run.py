@@ -278,7 +278,7 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
     membership.joins.why_closed_in = partial(why_closed_in, worker)
     if worker.config.quarantine == "on":
         membership.joins.admissible = Quarantined(
-            lambda: worker.state if resume.has_state else None, worker.reporter.warn, membership.joins.news.tell
+            lambda: worker.state if resume.has_state else None, worker.reporter.warn, membership.joins.news.tell_once
         ).admissible
     noticed.follow(lambda: ring.world, membership.watcher.contacts.is_refused)
     late = LateStop(worker, parts.trainer, exits, lambda: ring.world if resume.has_state else None, noticed.close)

@@ -124,7 +124,7 @@ class Worker:
             joins.admissible = Quarantined(
                 lambda: state if self.commit is not None else None,  # type: ignore[arg-type,return-value]
                 lambda why: simulation.note(f"{self} warns: {why}"),
-                joins.news.tell,
+                joins.news.tell_once,
             ).admissible
         self.stop = SimpleNamespace(votes=lambda: 2 * (int(self.wants_to_leave),), check=lambda: None)
         """as StopSignal"""

@@ -20,6 +20,7 @@ from elastic_train.elastic import resume
 from elastic_train.elastic.earlier_run import note_restart
 from elastic_train.elastic.joins import SETTLE_SECONDS
 from elastic_train.elastic.membership import Change
+from elastic_train.elastic.next_world import QueueNews
 from elastic_train.elastic.quarantined import Quarantined, run_seconds
 from elastic_train.elastic.restore import Restored
 from elastic_train.elastic.resume import Holding, Resume, Resumed
@@ -192,10 +193,11 @@ def quarantined(state: TrainState | None) -> tuple[Quarantined, list[str], list[
     warned: list[str] = []
     told: list[tuple[str, ...]] = []
 
-    def tell(node: Any, _why: str) -> None:
-        told.append(tuple(one.uid for one in node))
-
-    return Quarantined(lambda: state, warned.append, tell), warned, told
+    job: Any = None
+    around: Any = None
+    news = QueueNews(job, around)
+    news.tell = lambda node, _why: told.append(tuple(one.uid for one in node))  # type: ignore[method-assign]
+    return Quarantined(lambda: state, warned.append, news.tell_once), warned, told
 
 
 def state_after(*deaths: float) -> TrainState:
