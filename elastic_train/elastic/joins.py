@@ -318,7 +318,7 @@ class Joins:
         plan = Plan(world.uid, world.members, decision)
         planned = plan.world_for(self._uid, self._max_world_size)
         assert planned is not None, "it is rank 0"
-        self._job.beside(world.me).put("plan", plan.to_json())
+        self._job.ask_beside(world.me, lambda beside: beside.put("plan", plan.to_json()))
         preparation = self._begin_preparation()
         self._plan = plan
         self._around.start("ahead", lambda: preparation.run(lambda: preparation.lead(world, plan, planned)))

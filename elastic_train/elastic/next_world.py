@@ -58,7 +58,7 @@ class QueueNews:
         def tell() -> None:
             for member in node:
                 with suppress(StoreUnreachable):
-                    self._job.beside(member).put(WHY_IT_WAITS, why)
+                    self._job.ask_beside(member, lambda beside: beside.put(WHY_IT_WAITS, why))
 
         self._around.start("why", tell)
 

@@ -22,7 +22,7 @@ from elastic_train.protocol.ballots import JOB, Ballots, Elsewhere, Round
 from elastic_train.protocol.branch_off import BranchOff
 from elastic_train.protocol.join_queue import Entrance, Finder, Size, Waiting, stores_by_node
 from elastic_train.protocol.known_worlds import Admitted, Announcements, KnownWorlds, Newcomers
-from elastic_train.protocol.store import NUM_PROPOSERS, Afresh, Clients, KeyValueStore, Notes, OwnStore, entries, scoped
+from elastic_train.protocol.store import NUM_PROPOSERS, Answer, Clients, KeyValueStore, OwnStore, entries, scoped
 from elastic_train.world import Address, Member, World
 
 
@@ -198,13 +198,13 @@ class PeerJob:
 
     # --- a join that is prepared while the world trains: for a thread of its own, but `told` --------------------------
 
-    def beside(self, member: Member) -> Notes:
-        """Notes for what is told to `member`, of a plan or of why it waits. Each call raises StoreUnreachable where
-        there is no answer; the next one may have one."""
-        return Afresh(self._beside, member)
+    def ask_beside(self, member: Member, question: Callable[[KeyValueStore], Answer]) -> Answer:
+        """What is asked of, or told to, `member`: of a plan or of why it waits. Raises: StoreUnreachable where there is
+        no answer; the next call may have one."""
+        return self._beside.ask(member, question)
 
     def told(self, key: str) -> str | None:
-        """What this worker, in the join queue, was told by `beside` under that key."""
+        """What this worker, in the join queue, was told by `ask_beside` under that key."""
         return self._own.get(key)
 
     def decide_ahead(self, world: World, decision: Decision) -> bool:

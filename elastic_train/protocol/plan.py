@@ -21,12 +21,12 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from elastic_train.errors import FormationFailed, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.peers import PeerJob
-from elastic_train.protocol.store import Notes
+from elastic_train.protocol.store import Answer, SharedStore
 from elastic_train.world import Member, Reach, World, to_json, value_of
 
 HERE_SECONDS = 2.0
@@ -36,7 +36,6 @@ MARKS_SECONDS = 10.0
 POLL_SECONDS = 0.005
 GO_POLL_SECONDS = 0.02
 """of a newcomer, which asks rank 0's store for as long as a step takes"""
-Answer = TypeVar("Answer")
 SEES, BLIND = "sees", "blind"
 """with its mark each member tells whether it sees the arbiter's place"""
 
@@ -256,7 +255,7 @@ class Preparation:
     def _put(self, member: Member, key: str, text: str) -> None:
         self._ask(member, lambda notes: notes.put(key, text), self._clock() + HERE_SECONDS)
 
-    def _ask(self, member: Member, question: Callable[[Notes], Answer], deadline: float) -> Answer:
+    def _ask(self, member: Member, question: Callable[[SharedStore], Answer], deadline: float) -> Answer:
         """As `insist`, until `deadline`, or until this is cancelled."""
         return insist(self._job, member, question, lambda: self.is_cancelled or self._clock() > deadline, self._sleep)
 
@@ -270,7 +269,7 @@ def mark(job: PeerJob, name: str, planned: World, is_over: Callable[[], bool], s
 def insist(
     job: PeerJob,
     member: Member,
-    question: Callable[[Notes], Answer],
+    question: Callable[[SharedStore], Answer],
     is_over: Callable[[], bool],
     sleep: Callable[[float], None],
 ) -> Answer:
@@ -281,7 +280,7 @@ def insist(
     """
     while True:
         try:
-            return question(job.beside(member))
+            return job.ask_beside(member, question)
         except StoreUnreachable:
             if is_over():
                 raise

@@ -23,8 +23,8 @@ from elastic_train.system import copy_of_socket, open_sockets
 from elastic_train.world import Address, Member, World
 
 
-class Notes(Protocol):
-    """What is written down for others to read."""
+class SharedStore(Protocol):
+    """What the members of a world share while it stands."""
 
     def get(self, key: str) -> str | None:
         """The value, None where there is none."""
@@ -34,10 +34,6 @@ class Notes(Protocol):
 
     def put(self, key: str, value: str) -> None:
         """Set a value, acknowledged."""
-
-
-class SharedStore(Notes, Protocol):
-    """What the members of a world share while it stands."""
 
     def create(self, key: str, value: str) -> str:
         """Set a value if there is none; the value that stands afterwards, ours or the earlier one."""
@@ -286,16 +282,23 @@ class Clients:
         self.lose_rank(world, 0)
         return self.of_rank(world, 0)
 
+    def ask(self, member: Member, question: Callable[[KeyValueStore], Answer]) -> Answer:
+        """What comes of it at the store of a member, which is lost where it does not answer. Raises: StoreUnreachable;
+        the next one is asked over a new connection."""
+        try:
+            return question(self.of(member))
+        except StoreUnreachable:
+            self.lose(member)
+            raise
+
     def ask_each(
         self, world: World, ranks: Iterable[int], question: Callable[[KeyValueStore], Answer]
     ) -> dict[int, Answer]:
         """What comes of it at the store of each rank. Who does not answer is lost, and not in it."""
         answers = {}
         for rank in ranks:
-            try:
-                answers[rank] = question(self.of_rank(world, rank))
-            except StoreUnreachable:
-                self.lose_rank(world, rank)
+            with contextlib.suppress(StoreUnreachable):
+                answers[rank] = self.ask(world.members[rank], question)
         return answers
 
     def keep_only(self, uids: Collection[str]) -> None:
@@ -312,26 +315,3 @@ class Clients:
                 self.of_rank(world, rank)
             except StoreUnreachable:
                 continue
-
-
-class Afresh:
-    """The notes of one member, over a new connection after one that gave no answer."""
-
-    def __init__(self, clients: Clients, member: Member) -> None:
-        self._clients, self._member = clients, member
-
-    def get(self, key: str) -> str | None:
-        return self._ask(lambda store: store.get(key))
-
-    def get_many(self, keys: Sequence[str]) -> list[str | None]:
-        return self._ask(lambda store: store.get_many(keys))
-
-    def put(self, key: str, value: str) -> None:
-        self._ask(lambda store: store.put(key, value))
-
-    def _ask(self, question: Callable[[KeyValueStore], Answer]) -> Answer:
-        try:
-            return question(self._clients.of(self._member))
-        except StoreUnreachable:
-            self._clients.lose(self._member)
-            raise

@@ -502,7 +502,7 @@ def plan_with(form: Form, jobs: list[PeerJob], worlds: list[World], number: int)
     assert eventually(form, look), "it is seen in the queue"
     decision = Decision(worlds[0].generation + 1, form.draw_uid(), (0, 1, 2), new=tuple(ready), facts={"token": "t"})
     plan = Plan(worlds[0].uid, worlds[0].members, decision)
-    jobs[0].beside(worlds[0].me).put("plan", plan.to_json())
+    jobs[0].ask_beside(worlds[0].me, lambda beside: beside.put("plan", plan.to_json()))
     return newcomer, plan
 
 
@@ -623,14 +623,17 @@ def test_a_member_may_hear_of_the_plan_a_moment_after_the_vote(form: Form) -> No
     """What it reads may be a copy: of the world before, or of nothing yet."""
     jobs, worlds = begin(form)
     _, plan = plan_with(form, jobs, worlds, 7)
-    beside = jobs[0].beside(worlds[0].me)
-    beside.put("plan", replace(plan, parent="the one before").to_json())
-    beside.put(f"shared/{planned(plan, worlds[1].me).key}", "0")
+
+    def put(key: str, text: str) -> None:
+        jobs[0].ask_beside(worlds[0].me, lambda beside: beside.put(key, text))
+
+    put("plan", replace(plan, parent="the one before").to_json())
+    put(f"shared/{planned(plan, worlds[1].me).key}", "0")
     part = Preparation(jobs[1], Groups(1).form, time.monotonic, time.sleep)
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(part.run, lambda: part.follow(worlds[1], None))
         time.sleep(0.2)
-        beside.put("plan", plan.to_json())
+        put("plan", plan.to_json())
         running.result()
     assert part.failure is None
     assert part.formed == plan.decision.uid

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -42,8 +43,7 @@ class Queue:
     def queue(self) -> list[Waiting]:
         return self.waiting
 
-    def beside(self, _member: Member) -> Any:
-        return SimpleNamespace(put=lambda _key, _value: None)
+    def ask_beside(self, _member: Member, _question: Callable[[Any], None]) -> None: ...
 
 
 def member(number: int, **agreement: Any) -> Member:
