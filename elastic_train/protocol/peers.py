@@ -219,7 +219,7 @@ class PeerJob:
         return True
 
     def stop_planning(self) -> None:
-        """`beside` and `decide_ahead` are done with, on that thread."""
+        """`ask_beside` and `decide_ahead` are done with, on that thread."""
         self._beside.keep_only(())
 
     # --- a world ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -66,8 +65,8 @@ class Counting(Task):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_whether_a_task_gives_sums_is_asked_of_a_test_set_that_is_told_its_epoch(num_workers: int) -> None:
     found = find_no_sum(
-        nn.Linear(4, 2), Counting(), Late(torch.ones(8, 4)), CPU, Config(num_workers=num_workers),
-        block_samples=4, autocast=nullcontext,
+        nn.Linear(4, 2), Counting(), Late(torch.ones(8, 4)), CPU,
+        Config(num_workers=num_workers, micro_batch_size=4),
     )  # fmt: skip
     assert found is not None
     assert found.startswith("Counting.evaluate gives 'mean' = 2 for 4 samples, and 2 and 2 for its halves: no sum")
