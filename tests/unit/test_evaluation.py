@@ -11,8 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from elastic_train.config import Config
 from elastic_train.training import evaluation
-from elastic_train.training.evaluation import evaluate, find_no_sum, share_buffers
-from elastic_train.training.group_sockets import GroupSockets
+from elastic_train.training.evaluation import evaluate, find_no_sum
 from elastic_train.training.step import seed_model_draws
 from elastic_train.training.tasks import Task
 from elastic_train.world import World
@@ -113,18 +112,3 @@ def test_what_is_drawn_on_any_gpu_of_a_model_is_a_function_of_the_step(monkeypat
         seed_model_draws(3, step, 0, torch.device(device))
     assert seeds[0] == seeds[2] == torch.initial_seed()
     assert len(set(seeds)) == 2
-
-
-@pytest.mark.parametrize(("saved_alone", "expected"), [(False, [3, 2]), (True, [2])])
-def test_what_is_in_no_snapshot_is_shared_where_it_is_evaluated(
-    monkeypatch: pytest.MonkeyPatch, *, saved_alone: bool, expected: list[int]
-) -> None:
-    """A cache may have another size on each rank: where training ends nobody needs it, and the broadcast would fail."""
-    model = nn.Module()
-    model.register_buffer("cache", torch.zeros(3, dtype=torch.uint8), persistent=False)
-    model.register_buffer("mean", torch.zeros(2, dtype=torch.uint8))
-    sent: list[int] = []
-    monkeypatch.setattr(evaluation, "broadcast", lambda buffer, _source: sent.append(buffer.numel()))
-    pair = World(rank=0, generation=0, members=(make_member(0), make_member(1)))
-    share_buffers(model, pair, GroupSockets(), saved_alone=saved_alone)
-    assert sent == expected

@@ -553,6 +553,20 @@ def test_buffers_of_any_type_are_those_of_rank_0(worked: Path) -> None:
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("saved_alone", "expected"), [(False, [3, 2]), (True, [2])])
+def test_what_is_in_no_snapshot_is_shared_where_it_is_evaluated(
+    monkeypatch: pytest.MonkeyPatch, *, saved_alone: bool, expected: list[int]
+) -> None:
+    """A cache may have another size on each rank: where training ends nobody needs it, and the broadcast would fail."""
+    model = nn.Module()
+    model.register_buffer("cache", torch.zeros(3, dtype=torch.uint8), persistent=False)
+    model.register_buffer("mean", torch.zeros(2, dtype=torch.uint8))
+    sent: list[int] = []
+    monkeypatch.setattr(evaluation, "broadcast", lambda buffer, _source: sent.append(buffer.numel()))
+    evaluation.share_buffers(model, local_world(0, 2), GroupSockets(), saved_alone=saved_alone)
+    assert sent == expected
+
+
 def test_gradients_that_are_not_summed_are_refused_in_their_first_step(worked: Path) -> None:
     for rank in range(WORLD_SIZE):
         *unused, beside = torch.load(worked / f"refused-{rank}")
