@@ -209,10 +209,11 @@ def place_of(applicant: Applicant, own: Endpoints) -> tuple[Finder, Arbiter | No
         return [*(() if back is None else back.stores), *read_members(applicant.run_dir, launch.run_id)]
 
     if launch.etcd is not None:
-        from elastic_train.rendezvous.etcd_finder import EtcdFinder  # and with it gRPC
+        from elastic_train.rendezvous.etcd_connections import Connections  # and with it gRPC
+        from elastic_train.rendezvous.etcd_finder import EtcdFinder
 
         finder = EtcdFinder(
-            launch.etcd,
+            Connections(launch.etcd),
             launch.run_id,
             uid=own.uid,
             address=own.server.address,

@@ -193,8 +193,10 @@ class Etcd:
         refused: dict[str, TlsRefused] = {}
         """by endpoint, where the last answer was that, for good"""
         endpoints = self.connections.settings.endpoints
-        where, waited = ",".join(endpoints), AwakeTime(longest=self.attempt_seconds + MAX_PAUSE)
+        where = ",".join(endpoints)
+        waited = AwakeTime(self.connections.clock, longest=self.attempt_seconds + MAX_PAUSE)
         retry = tenacity.Retrying(
+            sleep=self.connections.sleep,
             retry=tenacity.retry_if_exception_type(Transient),
             stop=lambda _state: waited.seconds >= self.deadline,
             # A whole round over the endpoints costs no pause; after that, up to half a second, with jitter.

@@ -12,6 +12,7 @@ import queue
 import random
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 from contextlib import suppress
@@ -77,6 +78,10 @@ def serialized_descriptor(source: Path) -> bytes:
 
 class Connections:
     """One etcd3 client for each endpoint, made when it is first needed; shared by all threads."""
+
+    clock = staticmethod(time.monotonic)
+    sleep = staticmethod(time.sleep)
+    """of all who call etcd over these connections"""
 
     def __init__(self, settings: EtcdSettings) -> None:
         self.settings = settings

@@ -16,20 +16,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 from elastic_train.errors import ElasticTrainError, LeftOut, StoreRefused, StoreUnreachable, going_on
 from elastic_train.protocol.arbiter import Arbiter
-from elastic_train.protocol.probes import Probe, probe
+from elastic_train.protocol.probes import Probe, probe_all
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_arbiter import arbiter_in
 from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS, Connections, Entry
 from elastic_train.rendezvous.etcd_errors import LeaseLost
 from elastic_train.rendezvous.etcd_job import NodeLease, leave_job, note_worker, open_job
-from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, stamp, text_of
 from elastic_train.world import Address
 
@@ -43,9 +40,6 @@ REFUSED_SECONDS = 3.0
 """in which nobody has written a sign anew, where nobody listens at any store that it names"""
 WARN_SECONDS = 5.0
 """of etcd's silence before anybody is told"""
-NEXT_SECONDS = 10.0
-REACH_SECONDS = 2.0
-"""between two looks, that and this for each that the first has named: after more, the first has led to a host"""
 REPORT_SECONDS = 10.0
 """between two lines to the person who waits with us"""
 ENTRY_LOST = (
@@ -65,49 +59,72 @@ class EtcdSilence:
         grace: seconds that a worker without a world waits for etcd.
     """
 
-    def __init__(self, grace: float, log: Callable[[str], None], warn: Callable[[str], None]) -> None:
-        self._grace, self._log, self._warn = grace, log, warn
+    def __init__(
+        self, grace: float, log: Callable[[str], None], warn: Callable[[str], None], clock: Callable[[], float]
+    ) -> None:
+        self._grace, self._log, self._warn, self._clock = grace, log, warn, clock
         self._since: float | None = None
-        self._reported_at = time.monotonic()
-        self._looked_at = -math.inf
-        self._looks_since: float | None = None
+        self._reported_at = clock()
+        self._nobody_since: float | None = None
         """when the first of the looks ended that etcd has not answered, and that have led to nobody"""
+        self._leads_to_nobody = False
+        """whether the last look is one of them"""
         self._has_warned = False
 
     def report(self, why: str) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if now > self._reported_at + REPORT_SECONDS:
             self._log(f"waiting for etcd, {self._grace:.0f} s at most: {why}")
             self._reported_at = now
 
     def note_answer(self) -> None:
-        since, self._since, self._looks_since = self._since, None, None
+        since, self._since, self._nobody_since = self._since, None, None
         if self._has_warned and since is not None:
             self._has_warned = False
-            self._warn(f"etcd answers again, after {time.monotonic() - since:.0f} s")
+            self._warn(f"etcd answers again, after {self._clock() - since:.0f} s")
 
     def note_none(self, error: StoreUnreachable | StoreRefused, *, has_world: bool) -> None:
         since = self._since
         if since is None:
-            since = self._since = time.monotonic()
-        if has_world and not self._has_warned and time.monotonic() - since > WARN_SECONDS:
+            since = self._since = self._clock()
+        if has_world and not self._has_warned and self._clock() - since > WARN_SECONDS:
             self._has_warned = True
             self._warn(f"{error}; training goes on without it, but nobody finds the job there")
 
-    def note_look(self, error: StoreUnreachable | StoreRefused, num_known: int) -> None:
-        """A worker without a world has looked. Raises `error` where its looks have led to nobody for longer than the
-        grace; at once where it is refused and knows nobody.
+    def note_look(self) -> None:
+        """A worker without a world looks. Where `note_nobody` does not follow, that has led to a host."""
+        if not self._leads_to_nobody:
+            self._nobody_since = None
+        self._leads_to_nobody = False
 
-        Args:
-            num_known: how many stores it knows besides.
-        """
-        now, since = time.monotonic(), self._looks_since
-        if since is None or now > self._looked_at + NEXT_SECONDS + REACH_SECONDS * num_known:
-            since = self._looks_since = now  # the look before has led to a host
-        self._looked_at = now
+    def note_nobody(self, error: StoreUnreachable | StoreRefused, *, knows_others: bool) -> None:
+        """The look has led to nobody. Raises `error` where that was so for longer than the grace; at once where etcd
+        refuses a worker that knows no stores besides."""
+        self._leads_to_nobody = True
+        now = self._clock()
+        since = self._nobody_since = now if self._nobody_since is None else self._nobody_since
         self.report(str(error))
-        if now - since > self._grace or (isinstance(error, StoreRefused) and not num_known):
+        if now - since > self._grace or (isinstance(error, StoreRefused) and not knows_others):
             raise error
+
+
+def repeat(seconds: float, turn: Callable[[], None]) -> Callable[[float], None]:
+    """Begin a thread that takes a turn every so many seconds, whatever the last one has raised. The returned function
+    ends it, and waits for its last turn, for some seconds at most."""
+    is_over, told = threading.Event(), set[str]()
+
+    def run() -> None:
+        while not is_over.wait(seconds):
+            with going_on(told, "keeping signs in etcd"):
+                turn()
+
+    def end(timeout: float) -> None:
+        is_over.set()
+        thread.join(timeout)
+
+    thread = threading.Thread(target=run, name="signs", daemon=True)
+    thread.start()
+    return end
 
 
 class EtcdFinder:
@@ -118,6 +135,7 @@ class EtcdFinder:
     neither waits for etcd where a job runs. There is no lock: what is assigned is one reference.
 
     Args:
+        connections: to etcd; closed with this.
         uid: of this process.
         address: of the store that it serves.
         lease: seconds after which it is gone to newcomers that cannot reach it.
@@ -125,6 +143,8 @@ class EtcdFinder:
         log: tells the person in front of this node what is being waited for.
         warn: tells of what is not as it should be, while it trains.
         earlier: stores of members that the run directory names, or that this process was in a world with.
+        repeat: has the turns of the thread taken, as the function of this name.
+        probe_all: whether anybody listens at some addresses.
 
     Raises:
         StoreUnreachable, StoreRefused: as every call of etcd; not where `earlier` names somebody.
@@ -132,7 +152,7 @@ class EtcdFinder:
 
     def __init__(
         self,
-        settings: EtcdSettings,
+        connections: Connections,
         run_id: str,
         *,
         uid: str,
@@ -142,15 +162,18 @@ class EtcdFinder:
         log: Callable[[str], None],
         warn: Callable[[str], None],
         earlier: Callable[[], Sequence[Address]] = lambda: (),
+        repeat: Callable[[float, Callable[[], None]], Callable[[float], None]] = repeat,
+        probe_all: Callable[[Sequence[Address]], Sequence[Probe]] = probe_all,
     ) -> None:
-        self._settings, self._run_id, self._uid, self._address = settings, run_id, uid, address
-        self._seconds, self._check, self._log, self._warn = lease, check, log, warn
-        self._earlier = earlier
-        self._connections = Connections(settings)
-        self._etcd = Etcd(self._connections, deadline=ATTEMPT_SECONDS, attempt_seconds=ATTEMPT_SECONDS / 2)
-        self._silence, self._next_keep = EtcdSilence(settings.grace, log, warn), 0.0
-        self._has_world = False
-        patient = Etcd(self._connections, deadline=settings.grace, before_retry=self._before_retry)
+        self._connections, self._settings, self._clock = connections, connections.settings, connections.clock
+        self._run_id, self._uid, self._address, self._seconds = run_id, uid, address, lease
+        self._check, self._log, self._warn = check, log, warn
+        self._earlier, self._probe_all = earlier, probe_all
+        self._etcd = Etcd(connections, deadline=ATTEMPT_SECONDS, attempt_seconds=ATTEMPT_SECONDS / 2)
+        grace = self._settings.grace
+        self._silence, self._next_keep = EtcdSilence(grace, log, warn, self._clock), 0.0
+        self._has_world = self._is_closed = False
+        patient = Etcd(connections, deadline=grace, before_retry=self._before_retry)
         self._own: NodeLease | None = None
         self._first: NodeLease | None = None
         """in whose entry this process claims, as long as it lives; both are None before one could be opened"""
@@ -160,7 +183,7 @@ class EtcdFinder:
             self._open(self._etcd if is_known else patient)
         except BaseException as error:
             if not is_known or not isinstance(error, StoreUnreachable | StoreRefused):
-                self._connections.close()
+                connections.close()
                 raise
             log(f"no entry of the job in etcd yet, so this node asks the members that it knows: {error}")
         self._looked_at = -1e9
@@ -174,9 +197,7 @@ class EtcdFinder:
         """what was shown, by the last turn of the thread that keeps it"""
         self._other_jobs: tuple[Address, ...] = ()
         """found since they were last asked for"""
-        self._is_closed = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="signs", daemon=True)
-        self._keeper.start()
+        self._end_turns = repeat(KEEP_SECONDS, self._keep)
 
     def arbiter(self) -> Arbiter:
         """Whose claims lie in the first entry that this process opens; there are none before, nor where that runs
@@ -200,7 +221,7 @@ class EtcdFinder:
         if self._has_world and self._own is not None and self._own.job.prefix != own.job.prefix:
             self._warn(ENTRY_LOST)
         self._own, self._first = own, self._first or own
-        self._next_keep = time.monotonic() + own.seconds_between
+        self._next_keep = self._clock() + own.seconds_between
 
     def _before_retry(self, why: str) -> None:
         """Between two attempts of the training thread: it can be stopped, and says what it waits for."""
@@ -210,21 +231,18 @@ class EtcdFinder:
     # --- for who has no world -----------------------------------------------------------------------------------------
 
     def addresses(self) -> Sequence[Address]:
-        now = time.monotonic()
-        if now < self._looked_at + LOOK_SECONDS:
+        self._silence.note_look()
+        if self._clock() < self._looked_at + LOOK_SECONDS:
             return self._seen
         found: list[Address] = []
-        earlier = self._earlier()
         try:
             for entry in shown(self._entry()):
                 found += stores_in(text_of(entry))
             self._silence.note_answer()
         except (StoreUnreachable, StoreRefused) as error:
             self._silence.note_none(error, has_world=self._has_world)
-            if not self._has_world:  # a password that is being changed is nothing to who trains
-                self._silence.note_look(error, len(earlier))
-        self._seen = tuple(dict.fromkeys([*found, *earlier]))
-        self._looked_at = time.monotonic()
+        self._seen = tuple(dict.fromkeys([*found, *self._earlier()]))
+        self._looked_at = self._clock()
         return self._seen
 
     def _entry(self) -> NodeLease:
@@ -235,40 +253,44 @@ class EtcdFinder:
         return self._own
 
     def is_beginner(self) -> bool:
-        own = self._own
-        if own is None:
-            return False
         try:
-            sign, begin = shown(own)
-            is_mine = begin is not None and json.loads(text_of(begin) or "{}").get("by") == self._uid
-            if sign is None and is_mine:
-                return True
-            theirs = [text for text in (text_of(sign), None if is_mine else text_of(begin)) if text is not None]
-            if theirs and not self._are_gone(theirs):
-                return False
-            etcd, (sign_key, begin_key) = own.store.etcd, sign_and_begin(own)
-            conditions = [
-                etcd.is_created_at(own.job.guard.key, own.job.guard.create_revision),
-                etcd.is_at(sign_key, sign.mod_revision if sign else 0),
-                etcd.is_at(begin_key, begin.mod_revision if begin else 0),
-            ]
-            value = stamp() + self._text([self._address], "").encode()
-            changes = [etcd.delete_request(sign_key), etcd.put_request(begin_key, value, own.lease)]
-            has_begun = etcd.transact(Transaction(conditions, changes)).succeeded
-        except (StoreUnreachable, StoreRefused, LeaseLost):
-            return False  # the next look tells; or it hung for a while, and the keeper sees it
+            return self._begins()
+        except LeaseLost:
+            return False  # it hung for a while, and the keeper sees it
+        except (StoreUnreachable, StoreRefused) as error:
+            self._silence.note_nobody(error, knows_others=bool(self._earlier()))
+            return False
+
+    def _begins(self) -> bool:
+        own = self._entry()
+        sign, begin = shown(own)
+        is_mine = begin is not None and json.loads(text_of(begin) or "{}").get("by") == self._uid
+        if sign is None and is_mine:
+            return True
+        theirs = [text for text in (text_of(sign), None if is_mine else text_of(begin)) if text is not None]
+        if theirs and not self._are_gone(theirs):
+            return False
+        etcd, (sign_key, begin_key) = own.store.etcd, sign_and_begin(own)
+        conditions = [
+            etcd.is_created_at(own.job.guard.key, own.job.guard.create_revision),
+            etcd.is_at(sign_key, sign.mod_revision if sign else 0),
+            etcd.is_at(begin_key, begin.mod_revision if begin else 0),
+        ]
+        value = stamp() + self._text([self._address], "").encode()
+        changes = [etcd.delete_request(sign_key), etcd.put_request(begin_key, value, own.lease)]
+        has_begun = etcd.transact(Transaction(conditions, changes)).succeeded
         if has_begun and theirs:
             self._log(f"every worker of an earlier start of run id {self._run_id!r} is gone: a new start begins")
         return has_begun
 
     def _are_gone(self, texts: list[str]) -> bool:
         """Whether nobody writes these signs anew, and nobody listens at any store that they name."""
-        now = time.monotonic()
+        now = self._clock()
         if texts != self._stood[0]:
             self._stood = texts, now
         if now - self._stood[1] < REFUSED_SECONDS:
             return False
-        return all(probe(store) is Probe.REFUSED for text in texts for store in stores_in(text))
+        return set(self._probe_all([store for text in texts for store in stores_in(text)])) == {Probe.REFUSED}
 
     def _text(self, stores: Sequence[Address], job_token: str) -> str:
         self._num_shown += 1  # who looks whether anybody writes sees it change
@@ -278,14 +300,14 @@ class EtcdFinder:
     # --- for who keeps the job ----------------------------------------------------------------------------------------
 
     def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
-        self._shown_at = time.monotonic()
+        self._shown_at = self._clock()
         self._sign = ("sign" if job_token else "begin", addresses, job_token, if_missing)
 
     def keep(self, *, has_world: bool) -> None:
         self._has_world = has_world
         sign = self._sign
         is_of_job = sign is not None and sign[0] == "sign"
-        if (has_world or is_of_job) and time.monotonic() - self._shown_at > FRESH_SECONDS:
+        if (has_world or is_of_job) and self._clock() - self._shown_at > FRESH_SECONDS:
             self._sign = None
 
     def other_jobs(self) -> Sequence[Address]:
@@ -296,15 +318,12 @@ class EtcdFinder:
         return ",".join(self._settings.endpoints)
 
     def _keep(self) -> None:
-        told: set[str] = set()
-        while not self._is_closed.wait(KEEP_SECONDS):
-            with going_on(told, f"etcd at {self.describe()}"):
-                try:
-                    if self._turn():
-                        self._silence.note_answer()
-                except (StoreUnreachable, StoreRefused) as error:
-                    if not self._is_closed.is_set():
-                        self._silence.note_none(error, has_world=self._has_world)
+        try:
+            if self._turn():
+                self._silence.note_answer()
+        except (StoreUnreachable, StoreRefused) as error:
+            if not self._is_closed:
+                self._silence.note_none(error, has_world=self._has_world)
 
     def _turn(self) -> bool:
         """As `_keep_once`, but for LeftOut."""
@@ -313,7 +332,7 @@ class EtcdFinder:
                 self._open(self._etcd)
             return self._keep_once()
         except LeftOut:  # its lease is over, or the entry's, for all in that were away for long
-            if not self._is_closed.is_set():
+            if not self._is_closed:
                 self._entry().end(self._etcd)
                 self._open(self._etcd)
             return True
@@ -321,10 +340,10 @@ class EtcdFinder:
     def _keep_once(self) -> bool:
         """Whether etcd was asked for anything. Raises: StoreUnreachable; LeftOut where a lease or the entry is gone."""
         own, sign = self._entry(), self._sign
-        is_due = time.monotonic() >= self._next_keep
+        is_due = self._clock() >= self._next_keep
         if is_due:
             own.keep()
-            self._next_keep = time.monotonic() + own.seconds_between
+            self._next_keep = self._clock() + own.seconds_between
         if sign is None:
             return is_due
         name, stores, token, if_missing = sign
@@ -348,13 +367,13 @@ class EtcdFinder:
     def close(self) -> None:
         """Leave nothing behind: the last one out takes the entry away. Not long where etcd does not answer; then, and
         where one that did not leave gives no answer, the entry goes with its lease."""
-        self._is_closed.set()
-        self._keeper.join(2 * ATTEMPT_SECONDS)
+        self._is_closed = True
+        self._end_turns(2 * ATTEMPT_SECONDS)
         etcd = Etcd(self._connections, CLOSE_SECONDS, CLOSE_SECONDS / 2)
         with contextlib.suppress(StoreUnreachable, StoreRefused, LeftOut):
             own = self._entry()
             own.end(etcd)
-            leave_job(etcd, own.job, self._uid)
+            leave_job(etcd, own.job, self._uid, self._probe_all)
         self._connections.close()
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastic_train.errors import LeftOut, StoreUnreachable
 from elastic_train.protocol.heartbeat import LONGEST_PAUSE, AwakeTime
-from elastic_train.protocol.probes import Probe, probe_all
+from elastic_train.protocol.probes import Probe
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_connections import Entry
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
@@ -114,7 +114,9 @@ def note_worker(store: EtcdStore, job: JobEntry, worker: str, address: Address) 
     store.under(job.lease).put(f"{job.prefix}/workers/{worker}", json.dumps(address))
 
 
-def leave_job(etcd: Etcd, job: JobEntry, worker: str) -> None:
+def leave_job(
+    etcd: Etcd, job: JobEntry, worker: str, probe_all: Callable[[Sequence[Address]], Sequence[Probe]]
+) -> None:
     """Cross a worker out; remove the job where no other is left but those at whose address nobody listens. Who lives
     may have heard nothing of etcd for long; so an entry with one that does not answer is left to its lease."""
     noted = f"{job.prefix}/workers/"

@@ -22,6 +22,7 @@ from elastic_train.protocol.join_queue import Finder, Size
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.signposts import Signposts, reach
 from elastic_train.protocol.store import KeyValueStore, MemoryStore, TorchStore
+from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_finder import EtcdFinder
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.tools.drills.nodes import free_port
@@ -266,7 +267,7 @@ class PeersOnEtcd(PeersOnTcp):
 
     def _finder(self, number: int, address: Address) -> Finder:
         finder = EtcdFinder(
-            self._settings,
+            Connections(self._settings),
             self._run_id,
             uid=f"uid{number}",
             address=address,

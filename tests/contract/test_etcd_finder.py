@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -46,7 +45,7 @@ def make(etcd_settings: EtcdSettings, said: list[str], request: pytest.FixtureRe
             "uid": f"uid{len(finders)}", "address": address, "lease": PATIENCE, "check": lambda: None,
             "log": said.append, "warn": said.append,
         }  # fmt: skip
-        finders.append(EtcdFinder(etcd_settings, request.node.name, **(named | changes)))  # type: ignore[arg-type]
+        finders.append(EtcdFinder(Connections(etcd_settings), request.node.name, **(named | changes)))  # type: ignore[arg-type]
         return finders[-1]
 
     yield make
@@ -120,8 +119,7 @@ def test_a_dead_job_is_taken_over_by_one(make: Make, said: list[str]) -> None:
 
 def stop(finder: EtcdFinder) -> None:
     """As where its process is frozen, or killed: it writes no more."""
-    finder._is_closed.set()
-    finder._keeper.join(PATIENCE)
+    finder._end_turns(PATIENCE)
 
 
 def test_a_job_that_cannot_be_reached_is_taken_over_when_its_lease_is_over(make: Make, listener: Address) -> None:
@@ -240,6 +238,7 @@ def test_a_keeper_that_outlives_the_end_opens_nothing(make: Make, listener: Addr
     """A call of its own that etcd did not answer for a while."""
     finder = make(listener)
     stop(finder)
+    finder._is_closed = True
     own = finder._own
     own.end(finder._etcd)
     finder._next_keep = 0.0
@@ -273,9 +272,9 @@ def test_the_wait_for_a_silent_etcd_can_be_stopped_and_ends_with_the_grace() -> 
         raise Stopped(signal.SIGTERM)
 
     with pytest.raises(StoreUnreachable, match="does not answer"):
-        EtcdFinder(nowhere, "run", check=lambda: None, **named)  # type: ignore[arg-type]
+        EtcdFinder(Connections(nowhere), "run", check=lambda: None, **named)  # type: ignore[arg-type]
     with pytest.raises(Stopped):
-        EtcdFinder(replace(nowhere, grace=60.0), "run", check=stopped, **named)  # type: ignore[arg-type]
+        EtcdFinder(Connections(replace(nowhere, grace=60.0)), "run", check=stopped, **named)  # type: ignore[arg-type]
 
 
 REFUSED = StoreRefused("invalid user ID or password", "correct it")
@@ -288,30 +287,28 @@ def silent(patch: pytest.MonkeyPatch, error: Exception) -> None:
     patch.setattr(Etcd, "_attempt", attempt)
 
 
-@pytest.mark.parametrize("error", [StoreUnreachable, StoreRefused])
-def test_who_knows_members_asks_them_while_etcd_is_away(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("error", [Transient("away"), REFUSED], ids=["away", "refuses"])
+def test_who_knows_members_asks_them_while_etcd_is_away(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the grace, which begins with the first look that has led to nobody; it begins no job and claims nothing."""
-    nowhere, clock = EtcdSettings(("127.0.0.1:1",), grace=20.0), [1000.0]
-    if error is StoreRefused:
-        silent(monkeypatch, REFUSED)
-    said: list[str] = []
+    silent(monkeypatch, error)
+    connections, now, said = Connections(EtcdSettings(("127.0.0.1:1",), grace=20.0)), [1000.0], list[str]()
+    monkeypatch.setattr(connections, "clock", lambda: now[0])
+    monkeypatch.setattr(connections, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     finder = EtcdFinder(
-        nowhere, "run", uid="u", address=("h", 1), lease=5.0, check=lambda: None, log=said.append, warn=said.append,
-        earlier=lambda: [("h9", 9)],
+        connections, "run", uid="u", address=("h", 1), lease=5.0, check=lambda: None, log=said.append, warn=said.append,
+        earlier=lambda: [("h9", 9)], repeat=lambda _seconds, _turn: lambda _timeout: None,
     )  # fmt: skip
     assert "so this node asks the members that it knows" in said[0]
     with pytest.raises(ArbiterSilent):
         finder.arbiter().claim("job", 0, "a")
-    assert not finder.is_beginner()
-    monkeypatch.setattr(etcd_finder, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    for later in (1.0, 8.0, 3600.0, 8.0, 8.0):  # the second look has led to a host, whose queue this one stood in
-        clock[0] += later
+    for later, leads_to_a_host in ((1.0, False), (8.0, True), (3600.0, False), (8.0, False), (8.0, False)):
+        now[0] += later
         assert list(finder.addresses()) == [("h9", 9)]
-    clock[0] += 8.0
-    with pytest.raises(error):
-        finder.addresses()
+        assert leads_to_a_host or not finder.is_beginner()
+    now[0] += 8.0
+    assert list(finder.addresses()) == [("h9", 9)]
+    with pytest.raises((StoreUnreachable, StoreRefused)):
+        finder.is_beginner()
     finder.close()
 
 
@@ -353,8 +350,9 @@ def test_who_trains_is_not_ended_by_a_password_that_is_changed(
     finder = make(listener)
     with monkeypatch.context() as patch:
         silent(patch, REFUSED)
+        assert found(finder) == []
         with pytest.raises(StoreRefused):
-            found(finder)
+            finder.is_beginner()
         finder.keep(has_world=True)
         assert found(finder) == []
 

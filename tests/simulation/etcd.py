@@ -1,22 +1,25 @@
 """A cluster of etcd, in which members find each other and claim what follows a world.
 
-What etcd_store.py, etcd_job.py, etcd_finder.py and etcd_arbiter.py give a worker is here in virtual time: calls that
-are tried again until their deadline, so that a request may be executed whose reply is lost, or long after it was given
-up; leases, and an entry of the job behind which all is written.
+The package's client of etcd is the real one, with all that is built on it; below it there is a server in virtual time,
+and a wire that may execute a request whose reply is lost, or one long after it was given up.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from elastic_train.errors import LeftOut, StoreUnreachable
+import grpc
+
+from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Decision
-from elastic_train.protocol.arbiter import Arbiter, Claims
-from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS
-from elastic_train.rendezvous.etcd_finder import FRESH_SECONDS, KEEP_SECONDS, LOOK_SECONDS, REFUSED_SECONDS, stores_in
+from elastic_train.protocol.arbiter import Arbiter
+from elastic_train.protocol.probes import PROBE_SECONDS, Probe
+from elastic_train.rendezvous.etcd_connections import Connections, import_etcd3
+from elastic_train.rendezvous.etcd_finder import EtcdFinder
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from tests.simulation.peers import PeersForm
 from tests.simulation.process import Address, Machines, Process
 
@@ -25,68 +28,98 @@ if TYPE_CHECKING:
     from tests.simulation.worker import Worker
 
 STORE_HOST = "store"
-PROBE_SECONDS = 0.5
+
+
+class Failed(grpc.RpcError):
+    """A call, as gRPC tells it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        self.code, self.details = lambda: code, lambda: details
 
 
 class EtcdServer:
-    """The cluster itself: one answer after the other, as one with a majority gives them. Its methods are requests."""
+    """The cluster itself: one answer after the other, as one with a majority gives them. Its methods are etcd's."""
 
     def __init__(self, machines: Machines) -> None:
         self._kernel = machines.kernel
-        self.values: dict[str, tuple[str, int]] = {}
-        """by key: text and lease"""
+        self._rpc, self._key_value = import_etcd3().etcdrpc, sys.modules["etcd3.etcdrpc.kv_pb2"].KeyValue
         self.loses_replies = 0
         """how many of its next replies are lost"""
+        self._keys: dict[bytes, Any] = {}
         self._leases: dict[int, tuple[float, float]] = {}
         """seconds of each, and when it runs out"""
-        self._num_leases = self._entry = 0
+        self._num_leases, self._revision = 0, 1
 
-    def open(self, seconds: float) -> int:
-        """The lease of the job's entry as it stands, or of a new one."""
-        if not self.refresh(self._entry):
-            self._entry = self.grant(seconds)
-        return self._entry
+    def _found(self, request: Any) -> list[Any]:
+        """Keys of a request that names one, or a range."""
+        if not request.range_end:
+            return [self._keys[request.key]] if request.key in self._keys else []
+        return [found for key, found in sorted(self._keys.items()) if request.key <= key < request.range_end]
 
-    def get_many(self, keys: Sequence[str]) -> list[str | None]:
-        return [self.values[key][0] if key in self.values else None for key in keys]
+    def range(self, request: Any) -> Any:
+        return self._rpc.RangeResponse(header={"revision": self._revision}, kvs=self._found(request))
 
-    def names(self, prefix: str) -> list[str]:
-        return [key.removeprefix(prefix) for key in self.values if key.startswith(prefix)]
+    def delete_range(self, request: Any) -> Any:
+        found = self._found(request)
+        self._revision += 1
+        for one in found:
+            del self._keys[one.key]
+        return self._rpc.DeleteRangeResponse(header={"revision": self._revision}, deleted=len(found))
 
-    def transact(
-        self, entry: int, expected: Mapping[str, str | None], changes: Mapping[str, str | None], lease: int
-    ) -> bool:
-        """Whether all stood as expected, and is changed. Raises: LeftOut where the entry, or the lease, is gone."""
-        if not {entry, lease} <= self._leases.keys():
-            raise LeftOut("its lease has run out")
-        if self.get_many(list(expected)) != list(expected.values()):
-            return False
-        for key, text in changes.items():
-            self.values.pop(key, None)
-            if text is not None:
-                self.values[key] = text, lease
-        return True
+    def _put(self, request: Any) -> None:
+        before = self._keys.get(request.key)
+        self._revision += 1
+        self._keys[request.key] = self._key_value(
+            key=request.key,
+            value=request.value,
+            lease=request.lease,
+            mod_revision=self._revision,
+            create_revision=self._revision if before is None else before.create_revision,
+            version=1 if before is None else before.version + 1,
+        )
 
-    def create(self, entry: int, key: str, text: str, lease: int) -> str:
-        """Raises: as `transact`."""
-        self.transact(entry, {key: None}, {key: text}, lease)
-        return self.values[key][0]
+    def _holds(self, compare: Any) -> bool:
+        name = {compare.MOD: "mod_revision", compare.CREATE: "create_revision"}[compare.target]
+        found = self._found(compare) or [self._key_value()]
+        return all(getattr(one, name) == getattr(compare, name) for one in found)
 
-    def grant(self, seconds: float) -> int:
+    def txn(self, request: Any) -> Any:
+        succeeded = all(map(self._holds, request.compare))
+        parts = request.success if succeeded else request.failure
+        for part in parts:
+            if part.HasField("request_put") and part.request_put.lease not in {0, *self._leases}:
+                raise Failed(grpc.StatusCode.NOT_FOUND, "etcdserver: requested lease not found")
+        responses = []
+        for part in parts:
+            if part.HasField("request_put"):
+                self._put(part.request_put)
+            elif part.HasField("request_delete_range"):
+                self.delete_range(part.request_delete_range)
+            else:
+                responses.append({"response_range": self.range(part.request_range)})
+        return self._rpc.TxnResponse(header={"revision": self._revision}, succeeded=succeeded, responses=responses)
+
+    def grant(self, request: Any) -> Any:
         self._num_leases += 1
-        self._leases[self._num_leases] = seconds, self._kernel.now + seconds
-        self._kernel.after(seconds, self._expire, self._num_leases)
-        return self._num_leases
+        self._leases[self._num_leases] = request.TTL, self._kernel.now + request.TTL
+        self._kernel.after(request.TTL, self._expire, self._num_leases)
+        return self._rpc.LeaseGrantResponse(ID=self._num_leases, TTL=request.TTL)
 
-    def refresh(self, lease: int) -> bool:
-        if lease in self._leases:
-            seconds = self._leases[lease][0]
-            self._leases[lease] = seconds, self._kernel.now + seconds
-        return lease in self._leases
+    def keep_alive(self, request: Any) -> Any:
+        seconds, _ = self._leases.get(request.ID, (0, 0))
+        if seconds:
+            self._leases[request.ID] = seconds, self._kernel.now + seconds
+        return self._rpc.LeaseKeepAliveResponse(ID=request.ID, TTL=int(seconds))
 
-    def revoke(self, lease: int) -> None:
-        self._leases.pop(lease, None)
-        self.values = {key: one for key, one in self.values.items() if one[1] != lease}
+    def revoke(self, request: Any) -> Any:
+        if request.ID not in self._leases:
+            raise Failed(grpc.StatusCode.NOT_FOUND, "etcdserver: requested lease not found")
+        self._end(request.ID)
+        return self._rpc.LeaseRevokeResponse()
+
+    def _end(self, lease: int) -> None:
+        del self._leases[lease]
+        self._keys = {key: one for key, one in self._keys.items() if one.lease != lease}
 
     def _expire(self, lease: int) -> None:
         if lease not in self._leases:
@@ -95,38 +128,53 @@ class EtcdServer:
         if left > 0:
             self._kernel.after(left, self._expire, lease)
         else:
-            self.revoke(lease)
+            self._end(lease)
 
 
-class EtcdClient:
-    """Of one process; its threads share it."""
+class SimConnections(Connections):
+    """Of one process, whose threads share them: in place of gRPC's channels the simulated network.
 
-    def __init__(self, process: Process, server: EtcdServer) -> None:
-        self.process, self.server = process, server
+    Args:
+        is_known: whether the process knows other members; who knows none is made as if it reached etcd.
+    """
 
-    def call(self, execute: Callable[..., Any], *arguments: Any) -> Any:
-        """Raises: StoreUnreachable, LeftOut."""
-        process = self.process
-        if process.kernel.current is None:  # while the worker is made
-            return execute(*arguments)
-        give_up_at, attempt = process.clock() + ATTEMPT_SECONDS, 0
-        while True:
-            attempt += 1
-            timeout = max(0.05, min(ATTEMPT_SECONDS / 2, give_up_at - process.clock()))
-            outcome = self._attempt(timeout, execute, arguments)
-            if outcome:
-                if isinstance(outcome[0], LeftOut):
-                    raise LeftOut(str(outcome[0]))
-                return outcome[0]
-            if process.clock() >= give_up_at:
-                raise StoreUnreachable(f"etcd does not answer ({ATTEMPT_SECONDS:g} s)")
-            process.sleep(process.machines.random.uniform(0.02, min(0.5, 0.02 * 2 ** min(attempt, 10))))
+    metadata = None
 
-    def _attempt(self, seconds: float, execute: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
-        """The answer, if one came in time; a request that is under way then may still be executed."""
-        process, server, network = self.process, self.server, self.process.network
+    def __init__(self, process: Process, server: EtcdServer, settings: EtcdSettings, *, is_known: bool) -> None:
+        super().__init__(settings)
+        self._process, self._server, self._is_known = process, server, is_known
+        self.clock, self.sleep = process.clock, process.sleep  # type: ignore[method-assign]
+        self.kvstub = SimpleNamespace(
+            Range=self._stub(server.range), Txn=self._stub(server.txn), DeleteRange=self._stub(server.delete_range)
+        )
+        keep_alive = self._stub(server.keep_alive)
+        self.leasestub = SimpleNamespace(
+            LeaseGrant=self._stub(server.grant),
+            LeaseRevoke=self._stub(server.revoke),
+            LeaseKeepAlive=lambda requests, *others, **named: iter([keep_alive(next(requests), *others, **named)]),
+        )
+
+    def client(self) -> tuple[int, Any]:
+        if self._process.kernel.current is None and self._is_known and not reaches(self._process):
+            raise StoreUnreachable("etcd does not answer")
+        return 0, self
+
+    def _stub(self, execute: Callable[[Any], Any]) -> Callable[..., Any]:
+        def call(request: Any, seconds: float, metadata: object) -> Any:
+            del metadata
+            found = self._call(execute, request, seconds)
+            if isinstance(found, Failed):
+                raise found
+            return found
+
+        return call
+
+    def _call(self, execute: Callable[[Any], Any], request: Any, seconds: float) -> Any:
+        """The answer, if one comes in time; a request that is under way then may still be executed."""
+        process, server, network = self._process, self._server, self._process.network
         kernel, task = process.kernel, process.kernel.current
-        assert task is not None, "only tasks call"
+        if task is None:  # while the worker is made
+            return execute(request)
         outcome: list[Any] = []
 
         def finish(found: Any) -> None:
@@ -135,8 +183,8 @@ class EtcdClient:
 
         def arrive() -> None:
             try:
-                found = execute(*arguments)
-            except LeftOut as error:
+                found = execute(request)
+            except Failed as error:
                 found = error
             if server.loses_replies > 0:
                 server.loses_replies -= 1
@@ -147,196 +195,13 @@ class EtcdClient:
         deadline = kernel.now + seconds / process.rate
         while not outcome and kernel.now < deadline:
             task.wait(deadline - kernel.now)
-        return outcome
+        return outcome[0] if outcome else Failed(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer")
 
 
-class SimKeys:
-    """As etcd_arbiter.Keys."""
-
-    def __init__(self, client: EtcdClient, entry: Callable[[], int]) -> None:
-        self._client, self._find_entry = client, entry
-
-    @property
-    def _entry(self) -> int:
-        if not self._find_entry():
-            raise OSError("no entry has been opened yet")
-        return self._find_entry()
-
-    def _call(self, execute: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return self._client.call(execute, *arguments)
-        except (StoreUnreachable, LeftOut) as error:
-            raise OSError(str(error)) from error
-
-    def create(self, name: str, text: str, *, is_durable: bool) -> None:
-        server, key = self._client.server, f"{self._entry}/claims/{name}"
-        if self._call(server.create, self._entry, key, text, self._entry) != text:
-            raise FileExistsError(name)
-
-    def read(self, name: str) -> str | None:
-        return self._call(self._client.server.get_many, [f"{self._entry}/claims/{name}"])[0]  # type: ignore[no-any-return]
-
-    def remove(self, name: str) -> None:
-        self._call(self._client.server.transact, self._entry, {}, {f"{self._entry}/claims/{name}": None}, self._entry)
-
-    def names(self) -> list[str]:
-        return self._call(self._client.server.names, f"{self._entry}/claims/")  # type: ignore[no-any-return]
-
-    def written_at(self, name: str) -> float:
-        return 0.0
-
-
-class SimEtcdFinder:
-    """As etcd_finder.EtcdFinder, of one process."""
-
-    def __init__(self, process: Process, server: EtcdServer, seconds: float, known: tuple[Address, ...]) -> None:
-        self._process, self._seconds, self._known = process, seconds, known
-        self.client = EtcdClient(process, server)
-        self.entry = self._lease = self._first_entry = 0
-        """none, where it cannot reach etcd and knows members"""
-        self._next_keep = 0.0
-        network = process.network
-        if not known or (network.is_open(process.host, STORE_HOST) and network.is_open(STORE_HOST, process.host)):
-            self._open()
-        self._seen: tuple[float, tuple[Address, ...]] = (-1e9, ())
-        self._stood: tuple[list[str], float] = ([], 0.0)
-        self._sign: tuple[str, Sequence[Address], str, bool] | None = None
-        self._shown_at, self._num_shown = -1e9, 0
-        self._other_jobs: tuple[Address, ...] = ()
-        self._last_read: str | None = None
-        self._is_kept = self._is_closed = False
-
-    def _open(self) -> None:
-        client, server = self.client, self.client.server
-        self.entry = client.call(server.open, 2 * self._seconds)
-        self._lease = client.call(server.grant, self._seconds)
-        self._first_entry = self._first_entry or self.entry
-        self._next_keep = self._process.clock() + self._seconds / 4
-
-    def arbiter(self) -> Arbiter:
-        return Claims(SimKeys(self.client, lambda: self._first_entry), self._process.machines.draw_uid)
-
-    def _keys(self) -> list[str]:
-        return [f"{self.entry}/sign", f"{self.entry}/begin"]
-
-    def _shown(self) -> list[str | None]:
-        return self.client.call(self.client.server.get_many, self._keys())  # type: ignore[no-any-return]
-
-    def _text(self, stores: Sequence[Address], token: str) -> str:
-        self._num_shown += 1
-        stores = list(dict.fromkeys([self._process.address, *stores]))
-        return json.dumps({"stores": stores, "job": token, "by": self._process.uid, "number": self._num_shown})
-
-    def addresses(self) -> Sequence[Address]:
-        process = self._process
-        if process.clock() < self._seen[0] + LOOK_SECONDS:
-            return self._seen[1]
-        found: list[Address] = []
-        try:
-            for text in self._shown():
-                found += stores_in(text)
-        except StoreUnreachable:
-            pass
-        self._seen = process.clock(), tuple(dict.fromkeys([*found, *self._known]))
-        return self._seen[1]
-
-    def is_beginner(self) -> bool:
-        try:
-            sign, begin = self._shown()
-            is_mine = begin is not None and json.loads(begin)["by"] == self._process.uid
-            if sign is None and is_mine:
-                return True
-            theirs = [text for text in (sign, None if is_mine else begin) if text is not None]
-            if theirs and not self._are_gone(theirs):
-                return False
-            keys = self._keys()
-            changes = {keys[0]: None, keys[1]: self._text([self._process.address], "")}
-            expected = dict(zip(keys, [sign, begin], strict=True))
-            return bool(self.client.call(self.client.server.transact, self.entry, expected, changes, self._lease))
-        except (StoreUnreachable, LeftOut):
-            return False
-
-    def _are_gone(self, texts: list[str]) -> bool:
-        if texts != self._stood[0]:
-            self._stood = texts, self._process.clock()
-        if self._process.clock() - self._stood[1] < REFUSED_SECONDS:
-            return False
-        return all(self._is_refused(store) for text in texts for store in stores_in(text))
-
-    def _is_refused(self, store: Address) -> bool:
-        process, network = self._process, self._process.network
-        target = process.machines.at[store]
-        if not (network.is_open(process.host, target.host) and network.is_open(target.host, process.host)):
-            process.sleep(PROBE_SECONDS)
-            return False
-        process.sleep(0.002)
-        return not target.newest.is_alive
-
-    # --- for who keeps the job ----------------------------------------------------------------------------------------
-
-    def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
-        self._shown_at = self._process.clock()
-        self._sign = ("sign" if job_token else "begin", addresses, job_token, if_missing)
-
-    def keep(self, *, has_world: bool) -> None:
-        is_of_job = self._sign is not None and self._sign[0] == "sign"
-        if (has_world or is_of_job) and self._process.clock() - self._shown_at > FRESH_SECONDS:
-            self._sign = None
-        if not self._is_kept:
-            self._is_kept = True
-            self._process.start("signs", self._keep)
-
-    def _keep(self) -> None:
-        while self._process.is_alive and not self._is_closed:
-            try:
-                self._keep_once()
-            except StoreUnreachable:
-                pass
-            except LeftOut:
-                if not self._is_closed:
-                    self._open_again()
-            self._process.sleep(KEEP_SECONDS)
-
-    def _open_again(self) -> None:
-        try:
-            self.client.call(self.client.server.revoke, self._lease)
-            self._open()
-        except StoreUnreachable:
-            pass
-
-    def _keep_once(self) -> None:
-        client, server = self.client, self.client.server
-        if self._process.clock() >= self._next_keep:
-            for lease in (self.entry, self._lease):
-                if not client.call(server.refresh, lease):
-                    raise LeftOut("a lease has run out")
-            self._next_keep = self._process.clock() + self._seconds / 4
-        if self._sign is None:
-            return
-        name, stores, token, if_missing = self._sign
-        key = f"{self.entry}/{name}"
-        [text] = client.call(server.get_many, [key])
-        there = None if text is None else json.loads(text)
-        if there is None:
-            client.call(server.create, self.entry, key, self._text(stores, token), self._lease)
-            return
-        if name == "sign" and there["job"] != token:
-            self._other_jobs = stores_in(text)
-        is_old, self._last_read = text == self._last_read, text
-        if (is_old or not if_missing) if name == "sign" else there["by"] == self._process.uid:
-            client.call(server.transact, self.entry, {}, {key: self._text(stores, token)}, self._lease)
-
-    def other_jobs(self) -> Sequence[Address]:
-        found, self._other_jobs = self._other_jobs, ()
-        return found
-
-    def describe(self) -> str:
-        return "etcd"
-
-    def close(self) -> None:
-        self._is_closed = True
-        with contextlib.suppress(StoreUnreachable):
-            self.client.call(self.client.server.revoke, self._lease)
+def reaches(process: Process) -> bool:
+    """Whether its host and etcd hear each other."""
+    network, host = process.network, process.host
+    return network.is_open(host, STORE_HOST) and network.is_open(STORE_HOST, host)
 
 
 class EtcdForm(PeersForm):
@@ -344,36 +209,70 @@ class EtcdForm(PeersForm):
 
     def __init__(self, simulation: Simulation, lease: float) -> None:
         super().__init__(simulation)
-        self._lease = lease
+        self._settings = EtcdSettings(("etcd",), grace=lease)
         self.server = EtcdServer(simulation.machines)
 
     def begin(self, founders: Sequence[Worker], decision: Decision) -> None:
         super().begin(founders, decision)
-        first = founders[0].finder
-        assert isinstance(first, SimEtcdFinder), "made by this"
-        first.is_beginner()  # else a newcomer would find nothing of theirs until rank 0 has shown its sign
+        founders[0].finder.is_beginner()  # else a newcomer would find nothing until rank 0 has shown its sign
 
-    def finder(self, worker: Worker) -> SimEtcdFinder:
-        return SimEtcdFinder(worker.process, self.server, self._lease, worker.known)
+    def finder(self, worker: Worker) -> EtcdFinder:
+        process, simulation = worker.process, self._simulation
+
+        def repeat(seconds: float, turn: Callable[[], None]) -> Callable[[float], None]:
+            is_over: list[bool] = []
+
+            def run() -> None:
+                try:
+                    while not is_over:
+                        process.sleep(seconds)
+                        turn()
+                except Exception as error:
+                    simulation.fail_of(worker, error)
+
+            process.start("signs", run)
+            return lambda _timeout: is_over.append(True)
+
+        def probe_all(addresses: Sequence[Address]) -> list[Probe]:
+            found = [probe(process, address) for address in addresses]
+            process.sleep(PROBE_SECONDS if Probe.SILENT in found else 0.002)
+            return found
+
+        return EtcdFinder(
+            SimConnections(process, self.server, self._settings, is_known=bool(worker.known)),
+            "run",
+            uid=worker.uid,
+            address=process.address,
+            lease=self._settings.grace,
+            check=lambda: None,
+            log=lambda text: simulation.note(f"{worker} is told: {text}"),
+            warn=lambda text: simulation.note(f"{worker} warns: {text}"),
+            earlier=lambda: worker.known,
+            repeat=repeat,
+            probe_all=probe_all,
+        )
 
     def arbiter(self, worker: Worker) -> Arbiter | None:
-        assert isinstance(worker.finder, SimEtcdFinder), "made by this"
+        assert isinstance(worker.finder, EtcdFinder), "made by this"
         return worker.finder.arbiter()
 
     def may_go_on(self, worker: Worker, side: Sequence[Worker]) -> bool:
         """Where the place is silent, who is silent may have claimed."""
-        return all(map(self._reaches, side)) and super().may_go_on(worker, side)
-
-    def _reaches(self, worker: Worker) -> bool:
-        """Whether its host and etcd hear each other."""
-        network, host = self._simulation.network, worker.process.host
-        return network.is_open(host, STORE_HOST) and network.is_open(STORE_HOST, host)
+        return all(reaches(one.process) for one in side) and super().may_go_on(worker, side)
 
     def finds(self, newcomer: Worker, _trainers: Sequence[Worker]) -> bool:
-        return self._reaches(newcomer)
+        return reaches(newcomer.process)
 
     def has_signpost(self) -> bool:
         return True
 
     def lose_replies(self, number: int) -> None:
         self.server.loses_replies += number
+
+
+def probe(process: Process, address: Address) -> Probe:
+    """What a connection to the store at an address tells."""
+    target, network = process.machines.at[address], process.network
+    if not (network.is_open(process.host, target.host) and network.is_open(target.host, process.host)):
+        return Probe.SILENT
+    return Probe.ACCEPTED if target.newest.is_alive else Probe.REFUSED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ class Machines:
         self.kernel = Kernel(seed)
         self.network = Network(self.kernel)
         self.random = self.kernel.random
+        random.seed(seed)  # the client of etcd draws its pauses there
         self.at: dict[Address, Process] = {}
         """the last process that listened there"""
         self.processes: list[Process] = []

@@ -131,7 +131,7 @@ class Worker:
         self.ring = make_ring(self)
         process.start("training", self._run)
         process.start("watcher", self._watch)
-        process.training_task, process.watcher_task = process.tasks  # type: ignore[attr-defined]
+        process.training_task, process.watcher_task = process.tasks[-2:]  # type: ignore[attr-defined]
 
     @property
     def num_fruitless_after(self) -> int:
