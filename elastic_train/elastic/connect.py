@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from elastic_train.elastic.background import BackgroundThreads
 from elastic_train.elastic.barriers import Surroundings, Waits
-from elastic_train.elastic.claims import Bounded
+from elastic_train.elastic.claims import bounded
 from elastic_train.elastic.formed_group import FormedGroup, form, form_timeout
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.stuck import StuckThread
@@ -91,7 +91,7 @@ class Applicant:
     back: Return | None = None
     """where this process was another member before"""
     goes_on: bool = False
-    arbiter: Arbiter | None = None
+    arbiter: Callable[[], Arbiter] | None = None
     """both as `PeerJob`'s; without effect but under c10d, for etcd is an arbiter by itself"""
     reach: Reach = Surroundings.reach
     """as `Surroundings`'s"""
@@ -200,7 +200,7 @@ def open_endpoints(applicant: Applicant) -> Endpoints:
     return Endpoints(uid, host, links, server, GroupSockets(spared_port=server.address[1]), around)
 
 
-def place_of(applicant: Applicant, own: Endpoints) -> tuple[Finder, Arbiter | None]:
+def place_of(applicant: Applicant, own: Endpoints) -> tuple[Finder, Callable[[], Arbiter] | None]:
     """Where this worker's job is to be found, and who says which side of it goes on. Blocks, and raises, as
     `connect_worker`."""
     launch, waits, back = applicant.launch, applicant.waits, applicant.back
@@ -213,17 +213,11 @@ def place_of(applicant: Applicant, own: Endpoints) -> tuple[Finder, Arbiter | No
         from elastic_train.rendezvous.etcd_finder import EtcdFinder
 
         finder = EtcdFinder(
-            Connections(launch.etcd),
-            launch.run_id,
-            uid=own.uid,
-            address=own.server.address,
-            lease=max(launch.etcd.grace, waits.peer_timeout),
-            check=applicant.stop.check,
-            log=applicant.log,
-            warn=applicant.warn,
-            earlier=earlier,
-        )
-        return finder, Bounded(finder.arbiter())
+            Connections(launch.etcd), launch.run_id, uid=own.uid, address=own.server.address,
+            lease=max(launch.etcd.grace, waits.peer_timeout), check=applicant.stop.check, log=applicant.log,
+            warn=applicant.warn, earlier=earlier,
+        )  # fmt: skip
+        return finder, lambda: bounded(finder.arbiter())
     if launch.c10d is not None:
         signposts = Signposts(
             [split_endpoint(endpoint) for endpoint in launch.c10d.endpoints],
@@ -237,7 +231,7 @@ def place_of(applicant: Applicant, own: Endpoints) -> tuple[Finder, Arbiter | No
 
 
 def peer_job(
-    applicant: Applicant, own: Endpoints, finder: Finder, arbiter: Arbiter | None
+    applicant: Applicant, own: Endpoints, finder: Finder, arbiter: Callable[[], Arbiter] | None
 ) -> tuple[PeerJob, OtherSides | None]:
     """The job in its members' own stores, and what looks for other sides of the run, where nodes may join."""
     launch, around = applicant.launch, own.around

@@ -212,7 +212,7 @@ class Joins:
             self._has_said_now = True
             return NOW
         if plan is None:
-            return NOW if self._is_superseded() else 0
+            return NOW if self._is_end_due() else 0
         is_stale = self._world is None or plan.parent != self._world.uid  # that world has ended otherwise
         if preparation is None or is_stale or (preparation.failure is not None and not preparation.is_decided):
             absent = () if preparation is None else preparation.absent
@@ -243,7 +243,12 @@ class Joins:
     @property
     def is_end_due(self) -> bool:
         """Whether the present world should end: newcomers are to be admitted in the plain way, or others go on."""
-        return bool(self._admits) or self._is_superseded()
+        return bool(self._admits) or self._is_end_due()
+
+    def _is_end_due(self) -> bool:
+        """Whether the present world should end for no newcomer's sake."""
+        world = self._world
+        return self._is_superseded() or (world is not None and world.rank == 0 and self._job.place.has_moved(world.uid))
 
     def newcomers(self, world: World) -> tuple[Member, ...]:
         """Those whom the next world of `world` admits, where nothing is prepared for them."""

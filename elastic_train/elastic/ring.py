@@ -196,7 +196,7 @@ class Stages:
         worker.reach("init", world)
         if formed is None:
             if world.rank == 0:
-                membership.job.show_place(world)
+                membership.job.place.show(world.uid, is_decided=True)
             with self._waiting():
                 membership.barriers.wait_for_workers(world)
         else:

@@ -131,6 +131,7 @@ def _as_member(
     """The worker's way as one member of its job: its exit code, or with what it comes back as another one, where the
     others have gone on without it and nodes may join."""
     config, launch, reporter = worker.config, worker.launch, worker.reporter
+    arbiter = arbiter_of(worker.directory.path, worker.bucket)
     membership = connect_worker(
         Applicant(
             launch,
@@ -142,7 +143,7 @@ def _as_member(
             warn=reporter.warn,
             back=back,
             goes_on=config.on_split == "go-on",
-            arbiter=arbiter_of(worker.directory.path, worker.bucket),
+            arbiter=lambda: arbiter,
             reach=worker.reach,
         )
     )

@@ -24,6 +24,10 @@ class ArbiterSilent(Exception):
     """It does not answer, or cannot keep what it is given. What was asked may be done all the same."""
 
 
+class ArbiterLost(ArbiterSilent):
+    """With all that was claimed there: nobody can claim anything any more, nor be told what stood."""
+
+
 class Arbiter(Protocol):
     """Each call blocks for some seconds at most. Raises: ArbiterSilent."""
 
@@ -178,40 +182,69 @@ class Claim:
     """uid of the last world that its writer knows to be settled"""
 
 
+MOVED_SECONDS = 60.0
+"""in which all members that reach a new place have found it"""
+KEPT_PLACES = 100
+"""worlds of which it is known where their names were seen"""
+
+
 class Arbitration:
     """What one member knows of the place that it shares with the others of its worlds.
+
+    Args:
+        find_place: the place as it is now. Where that is another one than before, nothing can be claimed in the old
+            one any more, by anybody; but something may have been, which is not known in the new one. So what follows a
+            world is claimed where its name was seen; and its name is shown in a place that was there before the world
+            was decided, so that no claim of what follows it lies in an older one.
 
     A world in which this member has not told whether it sees the place can be settled for nobody, and counts for
     nothing. In one in which it has, and was told nothing, others may know more: then it takes votes and claim.
     `show`, `sees` and `claim` block for some seconds at most.
     """
 
-    def __init__(self, arbiter: Arbiter | None, timeout: float, clock: Callable[[], float]) -> None:
-        self._arbiter, self._timeout, self._clock = arbiter, timeout, clock
+    def __init__(self, find_place: Callable[[], Arbiter] | None, timeout: float, clock: Callable[[], float]) -> None:
+        self._find_place, self._timeout, self._clock = find_place, timeout, clock
         self._is_shared: dict[str, bool | None] = {}
         """by uid of a world: whether all its members see the place; None where this one does and was told nothing"""
-        self._has_seen = False
+        self._places: dict[str, Arbiter] = {}
+        """by uid of a world: where this member has seen its name"""
+        self._before: tuple[str, Arbiter] | None = None
+        """uid of a world that ends, and the place as it was before anything could follow it"""
+        self._moved_since: float | None = None
         self._few_since: tuple[str, float] | None = None
 
     @property
     def has_place(self) -> bool:
         """Whether there is one at all."""
-        return self._arbiter is not None
+        return self._find_place is not None
 
-    def show(self, world: str) -> None:
-        """Rank 0 of a world that is about to form."""
-        if self._arbiter is not None:
+    def note_end(self, world: str) -> None:
+        """This member is about to take part in the choice of what follows a world."""
+        if self._find_place is not None and (self._before is None or self._before[0] != world):
+            self._before = world, self._find_place()
+
+    def show(self, world: str, *, is_decided: bool) -> None:
+        """Rank 0 of a world that is about to form leaves its name there, for the others to see, before the world's
+        first collective. Blocks for some seconds at most.
+
+        Args:
+            is_decided: whether claims about that world may have been made.
+        """
+        if self._find_place is not None:
+            place = self._before[1] if is_decided and self._before is not None else self._find_place()
             with suppress(ArbiterSilent):  # then nobody sees it
-                self._arbiter.show(world)
-                self._arbiter.tidy()
+                place.show(world)
+                place.tidy()
 
     def sees(self, world: str) -> bool:
-        """What this member tells the others of a world in its first collective."""
+        """What this member tells the others of a world in its first collective. Blocks likewise."""
         sees = False
-        if self._arbiter is not None:
+        if self._find_place is not None:
+            place = self._find_place()
             with suppress(ArbiterSilent):
-                sees = self._arbiter.sees(world)
-        self._has_seen |= sees
+                sees = place.sees(world)
+            if sees:
+                self._places[world] = place
         self._is_shared[world] = None if sees else False
         return sees
 
@@ -228,10 +261,21 @@ class Arbitration:
 
     def forget_all_but(self, worlds: Sequence[Voters]) -> None:
         self._is_shared = self.known(worlds)
+        for world in list(self._places)[:-KEPT_PLACES]:
+            del self._places[world]
+
+    def has_moved(self, world: str) -> bool:
+        """Whether the place of this world is there no more, and all have had the time to find the new one."""
+        seen_in = self._places.get(world)
+        if seen_in is None or self._find_place is None or seen_in is self._find_place():
+            self._moved_since = None
+            return False
+        self._moved_since = self._moved_since or self._clock()
+        return self._clock() - self._moved_since > MOVED_SECONDS
 
     def is_needed(self, worlds: Sequence[Voters]) -> bool:
         """Whether some of the others might go on by a claim."""
-        return self._arbiter is not None and any(found is not False for found in self.known(worlds).values())
+        return self._find_place is not None and any(found is not False for found in self.known(worlds).values())
 
     def is_enough(self, worlds: Sequence[Voters]) -> bool:
         """Whether a claim makes up for votes."""
@@ -244,11 +288,18 @@ class Arbitration:
         holders = frozenset(worlds[0].members) - worlds[0].dead
         return holders if holders <= set(gone) and self.is_enough(worlds) else frozenset()
 
-    def claim(self, job: str, generation: int, claim: Claim | None) -> Claim | None:
-        """As Arbiter.claim. Raises: ArbiterSilent."""
-        if self._arbiter is None or not self._has_seen:
+    def claim(self, job: str, generation: int, claim: Claim | None, worlds: Sequence[Voters]) -> Claim | None:
+        """As Arbiter.claim, of what follows the last of `worlds`. Raises: ArbiterSilent; ArbiterLost where nobody has
+        seen that one's name in another place."""
+        place = next((self._places[one.world] for one in reversed(worlds) if one.world in self._places), None)
+        if place is None:
             raise ArbiterSilent("this member has not seen it")
-        text = self._arbiter.claim(job, generation, None if claim is None else to_json(claim))
+        try:
+            text = place.claim(job, generation, None if claim is None else to_json(claim))
+        except ArbiterLost as error:
+            if worlds[-1].world in self._places:
+                raise
+            raise ArbiterSilent(str(error)) from error
         return None if text is None else from_json(Claim, text)
 
     def has_given_way(self, world: str) -> bool:

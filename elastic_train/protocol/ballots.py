@@ -18,7 +18,7 @@ from enum import IntEnum
 from elastic_train.branches import BRANCH, POSITION, Branch, Position, id_on, is_on
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Decision, Denied
-from elastic_train.protocol.arbiter import ArbiterSilent, Arbitration, Claim, silent_members
+from elastic_train.protocol.arbiter import ArbiterLost, ArbiterSilent, Arbitration, Claim, silent_members
 from elastic_train.protocol.join_queue import Finder
 from elastic_train.protocol.known_worlds import FORGOTTEN, KnownWorlds, tell_released
 from elastic_train.protocol.laws import Voters, may_go_on, missing_votes
@@ -130,6 +130,8 @@ class Round:
     """whether a claim does not make up for them"""
     needs_all: bool = False
     """whether each that can be reached has to accept, for whoever has not may claim another decision later"""
+    is_lost: bool = False
+    """whether nobody can be told any more what was claimed"""
 
     @property
     def voters(self) -> list[int]:
@@ -166,14 +168,17 @@ class Ballots:
         """Make its proposal, or one that others have accepted before, the successor of its world. On either thread."""
         if not self._arbitration.is_needed(self._known.voters):
             return self.decide_by_votes(round_)
-        with contextlib.suppress(ArbiterSilent):
+        is_lost = False
+        try:
             outcome = self._decide_by_claim(round_)
             if outcome is not None:
                 return outcome
+        except ArbiterSilent as error:
+            is_lost = isinstance(error, ArbiterLost)
         silent = silent_members(round_.worlds, uids(round_.world, round_.reachable))
         if silent:  # they may act on a claim, or on all votes
             return self._elsewhere.denied(round_, silent)
-        return self.decide_by_votes(replace(round_, needs_all=True))
+        return self.decide_by_votes(replace(round_, needs_all=True, is_lost=is_lost))
 
     def decide_by_votes(self, round_: Round) -> str | Denied:
         """The same, where no claim counts."""
@@ -233,7 +238,7 @@ class Ballots:
         claim = None
         if decision is not None:
             claim = Claim(world.uid, decision, self._known.voters[0].world)
-        return self._arbitration.claim(line, world.generation, claim)
+        return self._arbitration.claim(line, world.generation, claim, self._known.voters)
 
     def _follow(self, round_: Round, standing: Claim) -> str | Denied | None:
         if standing.parent != round_.world.uid:
@@ -264,7 +269,7 @@ class Ballots:
             return self._elsewhere.denied(round_, missing_votes(worlds, uids(world, promises)))
         if round_.needs_all and len(promises) < len(round_.voters):
             return Denied()  # who has not answered may act on a claim
-        if round_.needs_all and is_open(promises.values()):
+        if round_.needs_all and not round_.is_lost and is_open(promises.values()):
             return Denied()
         chosen = newest(promises.values()) or proposal
         members = uids(world, Decision.from_json(chosen).ranks)

@@ -115,7 +115,7 @@ class PeerJob:
         reach: a client of the store at an address, for the training thread. Raises: StoreUnreachable.
         refused: which of some members are gone, by one probe each.
         clock: monotonic seconds.
-        arbiter: a place that members may share, where decisions can be claimed.
+        arbiter: finds a place that members may share, where decisions can be claimed, as arbiter.Arbitration's.
         goes_on: whether a side without enough votes goes on as a branch (branches.py), where nothing could claim.
         in_background: runs a task on a thread of its own, where there are threads: connections are made ahead, so that
             a recovery need not wait for them.
@@ -136,7 +136,7 @@ class PeerJob:
         refused: Callable[[Sequence[Member]], list[Member]],
         draw_uid: Callable[[], str],
         clock: Callable[[], float],
-        arbiter: Arbiter | None = None,
+        arbiter: Callable[[], Arbiter] | None = None,
         in_background: Callable[[Callable[[], None]], None] = lambda _task: None,
         goes_on: bool = False,
     ) -> None:
@@ -211,6 +211,7 @@ class PeerJob:
         """Make `decision` the successor of `world`, which trains on, and announce it to its members. Returns whether it
         is the successor. For rank 0."""
         text = decision.to_json()
+        self.place.note_end(world.uid)
         voters, everybody = self._known.voters_without(()), range(len(world.members))
         if self._ballots.decide(Round(self._beside, world, voters, text, everybody, frozenset())) != text:
             return False
@@ -255,6 +256,7 @@ class PeerJob:
 
     def say_present(self, world: World, text: str) -> None:
         """This member wants to be in the world after `world`."""
+        self.place.note_end(world.uid)
         self._own.put(f"{world.key}/present", text)
 
     def heard(self, world: World, name: str) -> str | None:
@@ -268,11 +270,6 @@ class PeerJob:
     def decided(self, world: World, asked: Sequence[int]) -> str | Denied | None:
         """As `Ballots.decided`."""
         return self._ballots.decided(self._clients, world, asked)
-
-    def show_place(self, world: World) -> None:
-        """Leave a fresh name in the place that members may share, for others to see. Rank 0 of a world calls it before
-        the world's first collective. Blocks for some seconds at most."""
-        self.place.show(world.uid)
 
     def ended_holders(self, gone: Collection[str]) -> frozenset[str]:
         """As `Arbitration.ended_holders`, of the worlds since the last settled one."""

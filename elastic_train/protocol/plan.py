@@ -129,7 +129,7 @@ class Preparation:
         """As rank 0 of `world`."""
         self.plan, self.world = plan, planned
         self._reach("planned", planned)
-        self._job.show_place(planned)
+        self._job.place.show(planned.uid, is_decided=False)
         self._invite(plan, planned)
         self.is_due = True
         while not self.may_form and not self.is_cancelled:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
-from elastic_train.protocol.arbiter import Arbiter, Claims
+from elastic_train.protocol.arbiter import ArbiterLost, Claims
 from elastic_train.rendezvous.etcd_job import NodeLease
 from elastic_train.rendezvous.etcd_store import EtcdStore
 
@@ -15,24 +15,31 @@ from elastic_train.rendezvous.etcd_store import EtcdStore
 class Keys:
     """As arbiter.Folder: keys below a prefix.
 
-    They are those of one job's entry, behind its guard (etcd_job.py). Where that has run out, because all its members
-    were away from etcd for long, no claim can be made in it any more, by anybody. But one may have been made before,
-    and who made it may have gone on by it, and be silent now. So in a world that saw the entry this counts as a place
-    that does not answer, whose silent members are waited for; later worlds go by their votes alone.
+    They are those of one job's entry, behind its guard (etcd_job.py). Where that is lost, because etcd came back empty
+    or has heard of none of its members for long, no claim can be made in it any more, by anybody. But one may have been
+    made before, and who made it may have gone on by it, and be silent now. So in a world that saw the entry this counts
+    as a place that does not answer, whose silent members are waited for; the next world sees another entry.
+
+    Raises, from `create`: ArbiterLost where it is.
+
+    Args:
+        entry: None where none could be opened yet.
     """
 
-    def __init__(self, entry: Callable[[], NodeLease | None]) -> None:
+    def __init__(self, entry: NodeLease | None) -> None:
         self._entry = entry
 
     @contextmanager
     def _keys(self) -> Iterator[tuple[EtcdStore, str]]:
         """The store, and what all keys in it begin with."""
-        entry = self._entry()
+        entry = self._entry
         if entry is None:
             raise OSError("no entry of the job has been opened yet")
         try:
             yield entry.store, f"{entry.job.prefix}/claims/"
-        except (StoreUnreachable, StoreRefused, LeftOut) as error:
+        except LeftOut as error:
+            raise ArbiterLost(str(error)) from error
+        except (StoreUnreachable, StoreRefused) as error:
             raise OSError(str(error)) from error
 
     def create(self, name: str, text: str, *, is_durable: bool) -> None:
@@ -61,7 +68,6 @@ class Keys:
         return 0.0
 
 
-def arbiter_in(entry: Callable[[], NodeLease | None]) -> Arbiter:
-    """Whose claims are in the entry that `entry` gives, always the same; silent before it gives one. Blocks as calls of
-    the entry's store do."""
+def arbiter_in(entry: NodeLease | None) -> Claims:
+    """Whose claims are in an entry; silent without one. Blocks as calls of the entry's store do."""
     return Claims(Keys(entry), lambda: secrets.token_hex(8))

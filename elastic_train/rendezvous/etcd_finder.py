@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from elastic_train.errors import ElasticTrainError, LeftOut, StoreRefused, StoreUnreachable, going_on
-from elastic_train.protocol.arbiter import Arbiter
+from elastic_train.protocol.arbiter import Claims
 from elastic_train.protocol.probes import Probe, probe_all
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_arbiter import arbiter_in
@@ -43,13 +43,15 @@ WARN_SECONDS = 5.0
 REPORT_SECONDS = 10.0
 """between two lines to the person who waits with us"""
 ENTRY_LOST = (
-    "etcd has lost the job's entry: it came back empty, or heard of no worker for too long. Training goes on; but a "
-    "node that falls silent in this world is waited for, until the next world forms"
+    "etcd has lost the job's entry: it came back empty, or heard of no worker for a day. Training goes on; a node that "
+    "falls silent is waited for until the next world forms, which it does in a minute or two"
 )
 CLOSE_SECONDS = 3.0
 """for tidying up at the end; what is left then runs out with the leases"""
 MOST_NAMED = 16
 """stores in a sign"""
+ENTRY_SECONDS = 86400.0
+"""that the entry outlives the last contact of any worker: with it go its claims, and newcomers need none of it"""
 
 
 class EtcdSilence:
@@ -175,8 +177,8 @@ class EtcdFinder:
         self._has_world = self._is_closed = False
         patient = Etcd(connections, deadline=grace, before_retry=self._before_retry)
         self._own: NodeLease | None = None
-        self._first: NodeLease | None = None
-        """in whose entry this process claims, as long as it lives; both are None before one could be opened"""
+        """None before one could be opened"""
+        self._arbiter = arbiter_in(None)
         self._no_entry: ElasticTrainError | None = None  # why
         is_known = bool(earlier())
         try:
@@ -199,16 +201,15 @@ class EtcdFinder:
         """found since they were last asked for"""
         self._end_turns = repeat(KEEP_SECONDS, self._keep)
 
-    def arbiter(self) -> Arbiter:
-        """Whose claims lie in the first entry that this process opens; there are none before, nor where that runs
-        out."""
-        return arbiter_in(lambda: self._first)
+    def arbiter(self) -> Claims:
+        """Whose claims lie in the newest entry that this process has opened; the same object as long as that lasts."""
+        return self._arbiter
 
     def _open(self, etcd: Etcd) -> None:
         """Enter the job. Raises: StoreUnreachable, StoreRefused."""
         try:
             while True:
-                job = open_job(etcd, self._settings, self._run_id)
+                job = open_job(etcd, self._settings, self._run_id, ENTRY_SECONDS)
                 store = EtcdStore(self._etcd, lease=job.lease, guard=job.guard)
                 own = NodeLease(store, job, self._uid, json.dumps(self._address), self._seconds)
                 with contextlib.suppress(LeftOut):  # the last of the others has taken it away at this moment
@@ -218,9 +219,12 @@ class EtcdFinder:
         except (StoreUnreachable, StoreRefused) as error:
             self._no_entry = error
             raise
-        if self._has_world and self._own is not None and self._own.job.prefix != own.job.prefix:
-            self._warn(ENTRY_LOST)
-        self._own, self._first = own, self._first or own
+        before = None if self._own is None else self._own.job.prefix
+        if before != own.job.prefix:
+            self._arbiter = arbiter_in(own)
+            if before is not None and self._has_world:
+                self._warn(ENTRY_LOST)
+        self._own = own
         self._next_keep = self._clock() + own.seconds_between
 
     def _before_retry(self, why: str) -> None:

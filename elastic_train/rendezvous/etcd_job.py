@@ -53,14 +53,14 @@ class JobEntry:
             raise LeftOut("this worker's job is over, or was taken over: its lease in etcd has run out")
 
 
-def open_job(etcd: Etcd, settings: EtcdSettings, run_id: str) -> JobEntry:
-    """The job of a run id, or a new one. Blocks as calls of `etcd` do.
+def open_job(etcd: Etcd, settings: EtcdSettings, run_id: str, lease_seconds: float = 0.0) -> JobEntry:
+    """The job of a run id, or a new one, with a lease of so many seconds at least. Blocks as calls of `etcd` do.
 
     Raises:
         StoreUnreachable, StoreRefused: as every call.
     """
     key = f"{settings.prefix}/{run_id}/job"
-    lease_seconds = max(MIN_LEASE_SECONDS, 2 * settings.grace)
+    lease_seconds = max(MIN_LEASE_SECONDS, 2 * settings.grace, lease_seconds)
     for _ in range(MOST_TURNS):
         entry = etcd.get(key)
         if entry is None:

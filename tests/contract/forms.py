@@ -199,9 +199,13 @@ class PeersInMemory(_OnFakeClock):
             refused=lambda _members: [],
             draw_uid=self.clock.draw_uid,
             clock=self.clock,
-            arbiter=self.arbiter,
+            arbiter=self._arbiter(),
             goes_on=self.goes_on,
         )
+
+    def _arbiter(self) -> Callable[[], Arbiter] | None:
+        arbiter = self.arbiter
+        return None if arbiter is None else lambda: arbiter
 
     def _client(self, store: MemoryStore, address: Address) -> _Client:
         return _Client(store, lambda: address in self._gone, lambda: self.interrupt())

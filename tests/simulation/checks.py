@@ -126,8 +126,8 @@ def check_sides(simulation: Simulation) -> None:
     if simulation.directory.has_stalled:
         return
     # Each lost answer is waited for; and while one side is away from etcd another one may claim.
-    of_its_own_pace = ("stick", "back", "lose_replies", "lose_claims", "lose_store", "lose_store_replies")
-    if not simulation.plan.is_formed or any(fault[1] in of_its_own_pace for fault in simulation.plan.faults):
+    of_its_own_pace = ("stick", "back", "lose", "empty_store")
+    if not simulation.plan.is_formed or any(fault[1].startswith(of_its_own_pace) for fault in simulation.plan.faults):
         return
     running = [worker for worker in simulation.living if worker.process.is_running]
     left = {worker.uid for worker in running}

@@ -320,6 +320,27 @@ def first_without_the_store() -> Plan:
     return replace(made, lease=3.0)
 
 
+def loses_the_entry(*faults: Fault, hosts: int = 3, seconds: float) -> Plan:
+    return replace(plan(hosts, *faults, recovers_at=0.0), recovers_at=None, seconds=seconds, lease=3.0)
+
+
+def claimed_before_the_loss(hosts: int = 4) -> Plan:
+    """Half of them lose the others and etcd; these go on by a claim, etcd comes back empty, and the half hears it."""
+    half = tuple(range(hosts // 2))
+    faults = (
+        (2.0, "partition", half, tuple(range(hosts // 2, hosts))),
+        (2.0, "lose_store", half),
+        (8.0, "empty_store"),
+        (8.5, "find_store", half),
+    )
+    return replace(plan(hosts, *faults, recovers_at=20.0), lease=3.0)
+
+
+def votes_without_an_entry() -> Plan:
+    """Etcd comes back empty; before they meet in a new entry, two sides cannot hear each other for a while."""
+    return replace(plan(4, (1.0, "empty_store"), (1.5, "partition", (0, 1), (2, 3)), recovers_at=14.0), lease=3.0)
+
+
 def two_plans_for_one_newcomer() -> Plan:
     """Two of seven are cut off, and the others' directory is silent; so the plan to take the two back is written while
     the world that it follows breaks, and they are invited by it after they were by that of the next world."""

@@ -15,7 +15,8 @@ import grpc
 
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Decision
-from elastic_train.protocol.arbiter import Arbiter
+from elastic_train.protocol.arbiter import Arbiter, silent_members
+from elastic_train.protocol.laws import Voters
 from elastic_train.protocol.probes import PROBE_SECONDS, Probe
 from elastic_train.rendezvous.etcd_connections import Connections, import_etcd3
 from elastic_train.rendezvous.etcd_finder import EtcdFinder
@@ -49,6 +50,15 @@ class EtcdServer:
         self._leases: dict[int, tuple[float, float]] = {}
         """seconds of each, and when it runs out"""
         self._num_leases, self._revision = 0, 1
+
+    def clear(self) -> None:
+        """Another cluster, without a key, takes its place."""
+        self._keys, self._leases, self._revision = {}, {}, 1
+
+    def has(self, key: str, text: str) -> bool:
+        """Whether it stands at a key."""
+        found = self._keys.get(key.encode())
+        return found is not None and text.encode() in found.value
 
     def _found(self, request: Any) -> list[Any]:
         """Keys of a request that names one, or a range."""
@@ -252,19 +262,35 @@ class EtcdForm(PeersForm):
             probe_all=probe_all,
         )
 
-    def arbiter(self, worker: Worker) -> Arbiter | None:
+    def arbiter(self, worker: Worker) -> Callable[[], Arbiter] | None:
         assert isinstance(worker.finder, EtcdFinder), "made by this"
-        return worker.finder.arbiter()
+        return worker.finder.arbiter
 
     def may_go_on(self, worker: Worker, side: Sequence[Worker]) -> bool:
         """Where the place is silent, who is silent may have claimed."""
         return all(reaches(one.process) for one in side) and super().may_go_on(worker, side)
+
+    def suffices(self, worker: Worker, worlds: Sequence[Voters], side: set[str]) -> bool:
+        """Likewise where it is lost."""
+        if self._has_lost_place(worker) and silent_members(worlds, side):
+            return False
+        return super().suffices(worker, worlds, side)
+
+    def _has_lost_place(self, worker: Worker) -> bool:
+        """Whether claims of one of the worlds whose voters count can be made no more."""
+        places = worker.job.place._places
+        seen_in = [places.get(voters.world) for voters in worker.job._known.voters]  # type: ignore[attr-defined]
+        entries = [place._folder._entry.job for place in seen_in if place is not None]
+        return any(not self.server.has(job.guard.key, job.prefix.rpartition("/")[2]) for job in entries)
 
     def finds(self, newcomer: Worker, _trainers: Sequence[Worker]) -> bool:
         return reaches(newcomer.process)
 
     def has_signpost(self) -> bool:
         return True
+
+    def lose_all(self) -> None:
+        self.server.clear()
 
     def lose_replies(self, number: int) -> None:
         self.server.loses_replies += number

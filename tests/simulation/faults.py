@@ -134,6 +134,10 @@ class Faults:
             self._simulation.network.heal(f"h{host}", STORE_HOST)
             self._simulation.network.heal(STORE_HOST, f"h{host}")
 
+    def empty_store(self) -> None:
+        """Etcd comes back with nothing in it."""
+        self._simulation.form.lose_all()
+
     def lose_store_replies(self, number: int) -> None:
         self._simulation.form.lose_replies(number)
 
@@ -186,6 +190,8 @@ def draw_with_etcd(seed: int) -> Plan:
             faults.append((at, "lose_store", some, chance.choice(["both", "both", "to", "from"])))
             faults.append((at + chance.choice([0.3, 1.0, 3.0, 6.0]) * chance.uniform(0.7, 1.3), "find_store", some))
         at += chance.choice([0.03, 0.3, 2.0]) * chance.random()
+    if plan.is_formed and chance.random() < 0.2 and not {fault[1] for fault in faults} & {"back", "lose_store"}:
+        faults.append((chance.uniform(0.2, at + 2.0), "empty_store"))  # else a newcomer may begin a second job
     faults = faults or [(1.0, "kill", 0)]
     last = max(fault[0] for fault in faults)
     return replace(

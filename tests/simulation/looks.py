@@ -219,7 +219,7 @@ class Looks:
 
     def _ballots(self, point: Point, place: AnsweringPlace, known: KnownWorlds) -> Ballots:
         times = iter((0.0, 10.0))
-        arbitration = Arbitration(place, 1.0, lambda: next(times))
+        arbitration = Arbitration(lambda: place, 1.0, lambda: next(times))
         arbitration.has_given_way(PARENT)  # a minority has waited already
         arbitration.sees(PARENT)
         arbitration.note(PARENT, is_shared=self._shared[point.rank])

@@ -49,8 +49,9 @@ class PeersForm:
     def finder(self, worker: Worker) -> Finder:
         return SimFinder(worker.process, self._simulation.posts, worker.known)
 
-    def arbiter(self, worker: Worker) -> Arbiter | None:
-        return self._simulation.arbiter_of(worker.process)
+    def arbiter(self, worker: Worker) -> Callable[[], Arbiter] | None:
+        arbiter = self._simulation.arbiter_of(worker.process)
+        return None if arbiter is None else lambda: arbiter
 
     def begin(self, founders: Sequence[Worker], decision: Decision) -> None:
         worlds = [Voters.of(decision.uid, decision.new[: self._simulation.plan.max_world_size])]
@@ -80,7 +81,12 @@ class PeersForm:
                     if one.watcher.contacts.status(world.members[rank], one.watcher.verdicts.get(rank), False)
                     is Liveness.DEAD
                 }
-        return may_go_on([voters.without(dead) for voters in worlds], [one.uid for one in side])
+        return self.suffices(worker, [voters.without(dead) for voters in worlds], {one.uid for one in side})
+
+    def suffices(self, worker: Worker, worlds: Sequence[Voters], side: set[str]) -> bool:
+        """Whether it may, where these are not proven dead in its worlds."""
+        del worker
+        return may_go_on(worlds, side)
 
     def finds(self, newcomer: Worker, trainers: Sequence[Worker]) -> bool:
         host, posts = newcomer.process.host, self._simulation.posts
@@ -89,6 +95,9 @@ class PeersForm:
 
     def has_signpost(self) -> bool:
         return any(keeper.is_alive for keeper in self._simulation.posts.keepers.values())
+
+    def lose_all(self) -> None:
+        raise AssertionError("there is no store that all share")
 
     def lose_replies(self, number: int) -> None:
         raise AssertionError("there is no store that all share")

@@ -11,7 +11,7 @@ import pytest
 from elastic_train.elastic.barriers import Barriers
 from elastic_train.protocol import ballots, contacts, laws, peers
 from elastic_train.protocol.agreement import Decision, Denied
-from elastic_train.protocol.arbiter import ArbiterSilent, Claims
+from elastic_train.protocol.arbiter import ArbiterSilent, Arbitration, Claim, Claims
 from elastic_train.protocol.branch_off import BranchOff
 from elastic_train.protocol.join_queue import Entrance
 from elastic_train.protocol.other_sides import OtherSides
@@ -134,6 +134,18 @@ def a_claim_in_etcd_replaces_another_one(patch: Patch) -> None:
     patch.setattr(EtcdServer, "_found", lambda *asked: [one for one in right(*asked) if b"/claim-" not in one.key])
 
 
+def a_world_claims_in_the_newest_entry(patch: Patch) -> None:
+    """Also one that saw another one, in which somebody may have claimed."""
+    right = Arbitration.claim
+
+    def claim(self: Arbitration, *arguments: Any) -> Claim | None:
+        assert self._find_place is not None, "all have etcd"
+        self._places = dict.fromkeys(self._places, self._find_place())
+        return right(self, *arguments)
+
+    patch.setattr(Arbitration, "claim", claim)
+
+
 def newer_claims_are_not_counted(patch: Patch) -> None:
     right = Claims._outdated_by
     patch.setattr(Claims, "_outdated_by", lambda *arguments: (right(*arguments), None)[1])
@@ -188,6 +200,7 @@ ALL = (
     a_claim_is_judged_by_its_return_code,
     a_newcomer_claims_alone,
     a_claim_in_etcd_replaces_another_one,
+    a_world_claims_in_the_newest_entry,
     newer_claims_are_not_counted,
     newer_claims_are_counted_too_early,
 )

@@ -9,7 +9,7 @@ from types import ModuleType
 
 from elastic_train.elastic import barriers, joins
 from elastic_train.protocol import arbiter, known_worlds
-from elastic_train.rendezvous import etcd_job
+from elastic_train.rendezvous import etcd_finder, etcd_job
 from tests.simulation import worker
 
 SHORT: list[tuple[ModuleType, str, float]] = [
@@ -19,7 +19,9 @@ SHORT: list[tuple[ModuleType, str, float]] = [
     (arbiter, "OUTDATED", 1),
     (arbiter, "OLD_SECONDS", 3.0),
     (known_worlds, "KEPT_DECISIONS", 1),
+    (arbiter, "MOVED_SECONDS", 3.0),
     (etcd_job, "MIN_LEASE_SECONDS", 2.0),
+    (etcd_finder, "ENTRY_SECONDS", 6.0),
 ]
 """Constants for short histories: longer polls make fewer events, and of few worlds old ones are to be
 removed."""

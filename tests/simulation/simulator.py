@@ -66,6 +66,9 @@ class Form(Protocol):
     def has_signpost(self) -> bool:
         """Whether every newcomer has."""
 
+    def lose_all(self) -> None:
+        """Etcd comes back empty."""
+
     def lose_replies(self, number: int) -> None:
         """So many of the next replies of etcd are lost."""
 

@@ -28,6 +28,7 @@ FOUND_BY: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Plan], s
     (planted.a_branch_has_no_id, directed.halves_that_go_on, "no chain"),
     (planted.a_newcomer_claims_alone, directed.newcomers_and_a_directory, "a committed step is lost"),
     (planted.a_claim_in_etcd_replaces_another_one, directed.halves_with_etcd, "no chain"),
+    (planted.a_world_claims_in_the_newest_entry, directed.claimed_before_the_loss, "no chain"),
     (planted.newer_claims_are_not_counted, lambda: directed.forgotten_claim(1.0), "no chain"),
     (planted.newer_claims_are_counted_too_early, lambda: directed.forgotten_claim(AS_IT_CLAIMS), "no chain"),
 ]

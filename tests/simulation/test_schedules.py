@@ -314,6 +314,46 @@ def test_where_rank_0_alone_is_away_from_etcd_a_newcomer_finds_the_others() -> N
     assert float(entered[0][:8]) < 30.0, "rank 0 is still away"
 
 
+OUTAGE = ((2.0, "lose_store", (0, 1, 2)), (10.0, "find_store", (0, 1, 2)))
+"""longer than the entry lasts"""
+
+
+@pytest.mark.parametrize("faults", [OUTAGE, ((10.0, "empty_store"),)], ids=["an outage", "it comes back empty"])
+def test_where_etcd_has_lost_the_entry_the_members_meet_in_a_new_one(faults: tuple[Fault, ...]) -> None:
+    """Nobody waits for one that falls silent some seconds later; of two one goes on by a claim."""
+    off = ((15.0, "power_off", 2), (22.0, "power_off", 0))
+    simulation = run(directed.loses_the_entry(*faults, *off, seconds=32.0))
+    worlds = list(simulation.worlds.values())
+    assert [len(told.members) for told in worlds] == [3, 3, 2, 1], simulation.describe()
+    assert worlds[1].entered_at < 15.0
+    assert all(told.commits for told in worlds)
+
+
+@pytest.mark.parametrize("faults", [OUTAGE, ((5.9, "empty_store"),)], ids=["an outage", "it comes back empty"])
+def test_before_they_have_met_there_they_wait_for_who_is_silent(faults: tuple[Fault, ...]) -> None:
+    """It may have gone on by a claim that is lost."""
+    simulation = run(directed.loses_the_entry(*faults, (6.0, "power_off", 2), seconds=30.0))
+    assert [worker.activity for worker in simulation.living] == ["agrees"] * 2
+
+
+def test_who_has_voted_for_what_it_cannot_claim_any_more_goes_on_with_the_others() -> None:
+    """Each side of a cut for its own decision, right after the loss."""
+    run(directed.votes_without_an_entry())
+
+
+def test_after_a_short_outage_they_go_on_without_who_is_silent() -> None:
+    away = ((2.0, "lose_store", (0, 1, 2)), (6.0, "find_store", (0, 1, 2)))
+    simulation = run(directed.loses_the_entry(*away, (3.0, "power_off", 2), seconds=15.0))
+    assert [len(told.members) for told in simulation.worlds.values()] == [3, 2]
+    assert [worker.activity for worker in simulation.living] == ["trains"] * 2
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4])
+def test_what_was_claimed_in_a_lost_entry_holds(hosts: int) -> None:
+    simulation = run(directed.claimed_before_the_loss(hosts))
+    assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
+
+
 def test_nobody_is_invited_to_follow_a_world_that_is_over() -> None:
     run(directed.two_plans_for_one_newcomer())
 

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_train.protocol.arbiter import ArbiterSilent, Arbitration, Claim, silent_members
+from elastic_train.protocol.arbiter import MOVED_SECONDS, ArbiterLost, ArbiterSilent, Arbitration, Claim, silent_members
 from elastic_train.protocol.laws import Voters
 
 
 class Place:
-    """Shows everything."""
+    """Has all names but hidden ones."""
+
+    def __init__(self) -> None:
+        self.claims: list[str] = []
+        self.names: list[str] = []
+        self.is_lost = False
 
     def claim(self, job: str, generation: int, decision: str | None) -> str | None:
+        if self.is_lost:
+            raise ArbiterLost("gone")
+        self.claims += [decision] if decision is not None else []
         return decision
 
-    def show(self, name: str) -> None: ...
+    def show(self, name: str) -> None:
+        self.names.append(name)
+
+    def tidy(self) -> None: ...
 
     def sees(self, name: str) -> bool:
         return not name.startswith("hidden")
@@ -26,7 +37,7 @@ def voters(world: str, *members: str) -> Voters:
 
 def told(**worlds: bool | None) -> Arbitration:
     """What all have told of some worlds; None where this member was not told it."""
-    made = Arbitration(Place(), 1.0, lambda: 0.0)
+    made = Arbitration(Place, 1.0, lambda: 0.0)
     for name, is_shared in worlds.items():
         made.sees(name)
         if is_shared is not None:
@@ -62,18 +73,75 @@ def test_without_a_place_nothing_is_needed() -> None:
 
 
 def test_who_has_not_seen_it_may_not_claim() -> None:
-    made = Arbitration(Place(), 1.0, lambda: 0.0)
+    made = Arbitration(Place, 1.0, lambda: 0.0)
     made.take_over({"a": True})
-    assert made.is_needed([voters("a", "x")])
+    worlds = [voters("a", "x"), voters("b", "x")]
+    assert made.is_needed(worlds)
     with pytest.raises(ArbiterSilent):
-        made.claim("job", 0, Claim("a", "decision", "a"))
+        made.claim("job", 0, Claim("a", "decision", "a"), worlds)
     made.sees("b")
-    assert made.claim("job", 0, Claim("a", "decision", "a")) == Claim("a", "decision", "a")
+    assert made.claim("job", 0, Claim("a", "decision", "a"), worlds) == Claim("a", "decision", "a")
+
+
+def test_what_follows_a_world_is_claimed_where_its_name_was_seen() -> None:
+    """In another place nobody knows of an earlier claim, and who has not seen it claims where it would have before."""
+    old, new = Place(), Place()
+    places, worlds = [old], [voters("a", "x"), voters("hidden", "x")]
+    made = Arbitration(lambda: places[-1], 1.0, lambda: 0.0)
+    made.sees("a")
+    places.append(new)
+    made.sees("hidden")
+    made.sees("planned for later")
+    made.claim("job", 1, Claim("hidden", "decision", "a"), worlds)
+    made.claim("job", 2, Claim("seen", "decision", "a"), [*worlds, voters("planned for later", "x")])
+    assert (len(old.claims), len(new.claims)) == (1, 1)
+
+
+def test_a_place_is_lost_to_all_where_this_member_saw_the_name_of_the_world_there() -> None:
+    """Others may have seen a name that it has not in another place."""
+    place, worlds = Place(), [voters("a", "x"), voters("hidden", "x")]
+    made = Arbitration(lambda: place, 1.0, lambda: 0.0)
+    made.sees("a")
+    made.sees("hidden")
+    place.is_lost = True
+    with pytest.raises(ArbiterLost):
+        made.claim("job", 0, Claim("a", "decision", "a"), worlds[:1])
+    with pytest.raises(ArbiterSilent) as error:
+        made.claim("job", 1, Claim("hidden", "decision", "a"), worlds)
+    assert not isinstance(error.value, ArbiterLost)
+
+
+def test_a_name_is_shown_in_a_place_that_is_older_than_the_world() -> None:
+    """Before its place was lost somebody may have claimed what follows a world that was decided already."""
+    old, new = Place(), Place()
+    places = [old]
+    made = Arbitration(lambda: places[-1], 1.0, lambda: 0.0)
+    made.note_end("a")
+    places.append(new)
+    made.note_end("a")
+    made.show("b", is_decided=True)
+    made.show("planned", is_decided=False)
+    made.note_end("b")
+    made.show("c", is_decided=True)
+    assert (old.names, new.names) == (["b"], ["planned", "c"])
+
+
+def test_a_place_has_moved_when_all_have_had_the_time_to_find_the_new_one() -> None:
+    now, places = [10.0], [Place()]
+    made = Arbitration(lambda: places[-1], 1.0, lambda: now[0])
+    assert not made.has_moved("a"), "never seen"
+    made.sees("a")
+    places.append(Place())
+    assert not made.has_moved("a")
+    now[0] += MOVED_SECONDS + 1.0
+    assert made.has_moved("a")
+    made.sees("b")
+    assert not made.has_moved("b")
 
 
 def test_a_side_without_the_votes_gives_the_others_time() -> None:
     now = [10.0]
-    made = Arbitration(Place(), 2.0, lambda: now[0])
+    made = Arbitration(Place, 2.0, lambda: now[0])
     assert not made.has_given_way("a")
     now[0] = 12.5
     assert made.has_given_way("a")

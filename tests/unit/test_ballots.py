@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic_train.branches import BRANCH, Branch
 from elastic_train.protocol.agreement import Decision, Denied
-from elastic_train.protocol.arbiter import ArbiterSilent, Arbitration
+from elastic_train.protocol.arbiter import ArbiterLost, ArbiterSilent, Arbitration
 from elastic_train.protocol.ballots import Ballots, Elsewhere, Round
 from elastic_train.protocol.known_worlds import KnownWorlds
 from elastic_train.protocol.laws import Voters
@@ -27,7 +27,7 @@ class Place:
     def __init__(self, claims: dict[int, str]) -> None:
         self.claims = claims
         self.jobs: set[str] = set()
-        self.is_silent = False
+        self.is_silent = self.is_lost = False
         self.before: Callable[[], None] = lambda: None
 
     def claim(self, job: str, generation: int, decision: str | None) -> str | None:
@@ -36,6 +36,8 @@ class Place:
             raise ArbiterSilent("no answer")
         if decision is not None:
             self.before()
+            if self.is_lost:
+                raise ArbiterLost("it is gone, with what was claimed")
             if self.is_silent:
                 raise ArbiterSilent("no answer")
             self.claims.setdefault(generation, decision)
@@ -58,7 +60,7 @@ class Proposer:
         self._hears = hears
         known = KnownWorlds(stores[rank])
         known.voters, known.has_state = (Voters.of(WORLD, MEMBERS),), True
-        arbitration = Arbitration(self.place, 1.0, lambda: 0.0)
+        arbitration = Arbitration(lambda: self.place, 1.0, lambda: 0.0)
         arbitration.sees(WORLD)
         arbitration.note(WORLD, is_shared=True)
         self.facts = facts = {"job_token": "job"}
@@ -117,6 +119,16 @@ def test_two_that_cannot_hear_each_other_are_about_to_claim() -> None:
     first.place.is_silent = third.place.is_silent = False
     decided = {uid for uid in [*found, again(first), again(second), again(third)] if uid is not None}
     assert len(decided) == 1
+
+
+def test_where_the_place_is_lost_all_votes_settle_what_two_were_about_to_claim() -> None:
+    members = proposers((0, 1, 2), (1, 0), (2, 0))
+    for one in members:
+        one.place.is_lost = True
+    assert [again(members[1]), again(members[2])] == [None, None], "each has voted, and waits for one that is silent"
+    decided = again(members[0])
+    assert decided in ("of 1", "of 2")
+    assert [again(members[1]), again(members[2])] == [None, None]
 
 
 def test_a_branch_claims_by_a_name_of_its_own() -> None:

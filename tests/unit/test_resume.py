@@ -132,7 +132,7 @@ def test_who_joins_an_ordered_run_on_a_machine_of_another_kind_warns(
     monkeypatch.setattr(resume, "set_group_timeout", nothing)
     monkeypatch.setattr(resume, "Taking", Taking)
     membership: Any = SimpleNamespace(
-        job=SimpleNamespace(sees_place=lambda _world: True, note_place=nothing),
+        job=SimpleNamespace(place=SimpleNamespace(sees=lambda _world: True, note=nothing)),
         sockets=SimpleNamespace(require_unbroken=nothing),
         watcher=SimpleNamespace(do=nothing),
         side=SimpleNamespace(branch=None),

@@ -135,7 +135,7 @@ class Fake:
         membership: Any = SimpleNamespace(
             watcher=watcher,
             side=SimpleNamespace(branch=None),
-            job=SimpleNamespace(show_place=lambda _world: None),
+            job=SimpleNamespace(place=SimpleNamespace(show=lambda _world, is_decided: None)),
             can_admit=True,
             joins=SimpleNamespace(take_formed=noting("formed")),
             barriers=SimpleNamespace(
