@@ -4,7 +4,8 @@ The protocol, for the members of the world that ends:
 
 1. Each member says that it is here (`Presence`), or that it leaves on purpose.
 2. The lowest rank that is neither dead nor silent collects what the others say, until each old rank is here, has left,
-   is dead, or is given up. It adds the newcomers that it has chosen, and proposes the list (`Decision`).
+   is dead, or is given up. It adds the newcomers that it has chosen, and proposes the list (`Decision`). Where it gets
+   no answer from the place in which decisions are claimed, the next rank that does proposes beside it.
 3. They make that list, or an earlier one, the only successor of the world (ballots.py). A worker that is not on it must
    not train on.
 
@@ -58,6 +59,8 @@ class Presence:
     """old ranks that it could not reach, where it had reason to look"""
     dead: tuple[str, ...] = ()
     """uids of old members that it has proven dead in time"""
+    lacks_place: bool = False
+    """whether a place where it would claim a decision does not answer it: then one that is answered is to propose"""
 
 
 @dataclass(frozen=True)
@@ -207,11 +210,7 @@ class Agreement:
         found = {rank: self._status_of(rank, left) for rank in sorted(self._watched())}
         dead = tuple(world.members[rank].uid for rank, status in found.items() if status is Liveness.DEAD)
         unreachable = tuple(rank for rank in self._mine.unreachable if not self._is_heard(rank))  # contact may return
-        mine = replace(self._mine, dead=dead, unreachable=unreachable)
-        if not self._is_told or mine != self._mine:
-            self._mine = self._present[world.rank] = mine
-            job.say_present(world, to_json(mine))
-            self._is_told = True
+        self._say(replace(self._mine, dead=dead, unreachable=unreachable, lacks_place=job.place.is_silent))
         asked = (
             [rank for rank in found if found[rank] is Liveness.ALIVE and self._is_heard(rank)]
             if self.asks_others
@@ -226,6 +225,7 @@ class Agreement:
         if fatal is not None:
             raise JobFailed(fatal)
         lower = (rank for rank in range(world.rank) if self._status_of(rank, left, found) is Liveness.ALIVE)
+        lower = (rank for rank in lower if not self._leaves_it(rank))
         proposers = tuple(islice(lower, NUM_AWAITED))
         if proposers:
             self._watch_too(proposers)
@@ -235,6 +235,16 @@ class Agreement:
         self._watch_too([rank for rank in range(len(world.members)) if rank != world.rank])
         others = (rank for rank in range(len(world.members)) if rank != world.rank)
         return self._propose(left, {rank: self._status_of(rank, left, found) for rank in others})
+
+    def _say(self, mine: Presence) -> None:
+        if not self._is_told or mine != self._mine:
+            self._mine = self._present[self._world.rank] = mine
+            self._job.say_present(self._world, to_json(mine))
+            self._is_told = True
+
+    def _leaves_it(self, rank: int) -> bool:
+        """Whether a lower rank could not claim what it proposes, and this one may be able to."""
+        return rank in self._present and self._present[rank].lacks_place and not self._mine.lacks_place
 
     def _status_of(
         self, rank: int, left: frozenset[int], found: Mapping[int, Liveness] = MappingProxyType({})
@@ -301,5 +311,6 @@ class Agreement:
         )
         if isinstance(outcome, Denied):
             self.asks_others = bool(outcome.votes)
+            self._say(replace(self._mine, lacks_place=job.place.is_silent))
             return Wait(votes=outcome.votes) if outcome.gone_on is None else LeftBehind(outcome.gone_on)
         return Decision.from_json(outcome)

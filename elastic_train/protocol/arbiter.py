@@ -9,6 +9,7 @@ forms, and in the first collective each member says whether it sees that name.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
@@ -211,6 +212,8 @@ class Arbitration:
         self._before: tuple[str, Arbiter] | None = None
         """uid of a world that ends, and the place as it was before anything could follow it"""
         self._moved_since: float | None = None
+        self._silent_at = -math.inf
+        """when it did not answer a call, the last one"""
         self._few_since: tuple[str, float] | None = None
 
     @property
@@ -292,15 +295,22 @@ class Arbitration:
         """As Arbiter.claim, of what follows the last of `worlds`. Raises: ArbiterSilent; ArbiterLost where nobody has
         seen that one's name in another place."""
         place = next((self._places[one.world] for one in reversed(worlds) if one.world in self._places), None)
-        if place is None:
-            raise ArbiterSilent("this member has not seen it")
         try:
+            if place is None:
+                raise ArbiterSilent("this member has not seen it")
             text = place.claim(job, generation, None if claim is None else to_json(claim))
-        except ArbiterLost as error:
-            if worlds[-1].world in self._places:
+        except ArbiterSilent as error:
+            if isinstance(error, ArbiterLost) and worlds[-1].world in self._places:
                 raise
+            self._silent_at = self._clock()
             raise ArbiterSilent(str(error)) from error
+        self._silent_at = -math.inf
         return None if text is None else from_json(Claim, text)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it gave this member no answer of late."""
+        return self._clock() - self._silent_at < 2 * self._timeout
 
     def has_given_way(self, world: str) -> bool:
         """Whether a side that has not the votes has given those that may have them the time to claim."""

@@ -354,6 +354,17 @@ def test_what_was_claimed_in_a_lost_entry_holds(hosts: int) -> None:
     assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
 
 
+@pytest.mark.parametrize("without", [(0,), (0, 1)])
+def test_who_has_no_etcd_leaves_it_to_the_others_to_propose(without: tuple[int, ...]) -> None:
+    """It works all the time, and is in."""
+    faults = ((2.0, "lose_store", without), (3.0, "power_off", 3))
+    simulation = run(directed.loses_the_entry(*faults, hosts=4, seconds=20.0))
+    [_, after] = simulation.worlds.values()
+    assert after.members == tuple(worker.uid for worker in simulation.workers[:3])
+    assert after.entered_at < 3.0 + directed.TIMEOUT * (1 + 2.5 * len(without)), simulation.describe()
+    assert after.commits
+
+
 def test_nobody_is_invited_to_follow_a_world_that_is_over() -> None:
     run(directed.two_plans_for_one_newcomer())
 

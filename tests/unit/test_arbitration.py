@@ -139,6 +139,26 @@ def test_a_place_has_moved_when_all_have_had_the_time_to_find_the_new_one() -> N
     assert not made.has_moved("b")
 
 
+def test_a_place_is_silent_until_it_answers_or_has_not_been_asked_for_a_while() -> None:
+    now, place, unseen, seen = [10.0], Place(), [voters("b", "x")], [voters("a", "x")]
+    made = Arbitration(lambda: place, 2.0, lambda: now[0])
+    made.sees("a")
+    for _ in range(2):
+        assert not made.is_silent
+        with pytest.raises(ArbiterSilent):
+            made.claim("job", 0, None, unseen)
+        assert made.is_silent
+        now[0] += 5.0
+    with pytest.raises(ArbiterSilent):
+        made.claim("job", 0, None, unseen)
+    made.claim("job", 0, None, seen)
+    assert not made.is_silent
+    place.is_lost = True
+    with pytest.raises(ArbiterLost):
+        made.claim("job", 0, None, seen)
+    assert not made.is_silent, "it answers nobody"
+
+
 def test_a_side_without_the_votes_gives_the_others_time() -> None:
     now = [10.0]
     made = Arbitration(Place, 2.0, lambda: now[0])
