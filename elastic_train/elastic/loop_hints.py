@@ -9,7 +9,7 @@ from torch import nn
 
 from elastic_train.elastic.worker import Worker
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.optimizers import parameters_beside
+from elastic_train.training.optimizers import may_hold, parameters_beside
 from elastic_train.world import World
 
 STEPS_OF_ONE_THAT_STAYS = 3
@@ -42,7 +42,8 @@ class LoopHints:
         # All but ReduceLROnPlateau note there what they began with; torch documents that for one that is resumed.
         has_scheduler = any("initial_lr" in group for group in state.optimizer.param_groups)
         others = torch.amp.GradScaler | AveragedWeights | torch.optim.Optimizer | nn.Module
-        if has_scheduler and all(isinstance(one, others) for one in state.extras.values()):
+        may_be = [one for one in state.extras.values() if not isinstance(one, others)]
+        if has_scheduler and not any(may_hold(one, state.optimizer) for one in may_be):
             self._worker.reporter.warn(
                 "the optimizer has a scheduler of torch's, which is not saved: it would begin anew where the run is "
                 "continued, and on each node that joins; give it to run(..., extras={'scheduler': scheduler}), or make "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +13,9 @@ from torch import nn
 
 from elastic_train.errors import UsageError
 from elastic_train.wording import named
+
+OBJECTS_LOOKED_AT = 100_000
+"""some 50 ms"""
 
 
 def build_optimizer(
@@ -79,3 +84,24 @@ def parts_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimize
                 ):
                     found[f"{place}{name}.{number}"] = waiting[f"{place}{name}.{number}."] = one
     return found
+
+
+def may_hold(one: object, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `one` refers to the optimizer or a group of it, as all that schedules its rates does, whatever it is
+    wrapped in. True where it is too large to tell."""
+    wanted = {id(optimizer), *map(id, optimizer.param_groups)}
+    # What everybody refers to tells nothing; modules and tensors schedule nothing.
+    passed_by = type | types.ModuleType | nn.Module | torch.Tensor
+    seen: set[int] = set()
+    waiting = [one]
+    while waiting:
+        here = waiting.pop()
+        if id(here) in wanted:
+            return True
+        if id(here) in seen or isinstance(here, passed_by):
+            continue
+        if len(seen) == OBJECTS_LOOKED_AT:
+            return True
+        seen.add(id(here))
+        waiting += here.__closure__ or () if isinstance(here, types.FunctionType) else gc.get_referents(here)
+    return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,6 +94,47 @@ def test_a_scheduler_that_is_not_saved(is_given: bool) -> None:
     for world in (SECOND, ALONE, ALONE):
         told.hints.note_stepped(world, is_in_hand=True)
     assert len(told.warnings) == (not is_given)
+
+
+class Holder:
+    """Anything with a state."""
+
+    __slots__ = ("held", "more")
+
+    def __init__(self, held: object = None) -> None:
+        self.held = held
+        self.more = [0] * 4
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_a_scheduler_that_is_not_saved_beside_what_is() -> None:
+    """A stopper, say, or the scheduler of another optimizer."""
+    other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    told = Told(stopper=Holder([math.inf]), scheduler=torch.optim.lr_scheduler.StepLR(other, 1))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(told.optimizer, lambda step: 0.1)
+    told.hints.note_stepped(ALONE, is_in_hand=True)
+    assert len(told.warnings) == 1
+    assert scheduler.optimizer is told.optimizer, "it is there yet"
+
+
+@pytest.mark.parametrize("wrapped", [
+    lambda scheduler: Holder({"it": [scheduler]}),
+    lambda scheduler: Holder(scheduler.step),
+    lambda scheduler: Holder(lambda: scheduler.step()),
+    lambda scheduler: Holder(scheduler.optimizer),  # one that is not torch's
+    lambda scheduler: Holder(SimpleNamespace(param_groups=scheduler.optimizer.param_groups)),  # one around SAM's base
+    lambda scheduler: Holder([SimpleNamespace() for _ in range(100_000)]),  # too large to tell
+])  # fmt: skip
+def test_a_scheduler_that_another_extra_holds(wrapped: Callable[[Any], Holder]) -> None:
+    told = Told()
+    scheduler = torch.optim.lr_scheduler.StepLR(told.optimizer, 1)
+    told.hints._worker.state.extras["wrapped"] = wrapped(scheduler)
+    told.hints.note_stepped(ALONE, is_in_hand=True)
+    assert told.warnings == []
 
 
 def test_a_commit_before_the_step_of_the_optimizer() -> None:
