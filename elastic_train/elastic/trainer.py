@@ -143,8 +143,8 @@ class Trainer:
             training.close()
             self._training = None
         if not state.is_finished:
-            self._worker.reporter.warn(
-                f"the training function returned at step {state.step} of {state.last_step}: that is the end then"
+            self._worker.reporter.report(
+                f"the training function returned at step {state.step} of {state.last_step}: that ends the training"
             )
             state.last_step = state.step
         return Outcome.FINISHED

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset, default_collate
 from elastic_train.config import Config
 from elastic_train.elastic.loop import bundled
 from elastic_train.elastic.trainer import Program, Trainer
+from elastic_train.elastic.world_end import Outcome
 from elastic_train.errors import FormationFailed, SnapshotError, TrainingDiverged, UsageError
 from elastic_train.protocol.heartbeat import FIRST_SECONDS, LEAST_SECONDS, Pace
 from elastic_train.rules import Activity
@@ -74,7 +75,7 @@ def make_loop(
     reporter = SimpleNamespace(
         ledger=None, step=lambda *_, **__: told.append("step"), evaluation=lambda *_: told.append("evaluation"),
         warn=lambda message: told.append(f"warning: {message}"), note_commit=lambda _step: None,
-        best=lambda _ratings: None,
+        best=lambda _ratings: None, report=lambda message: told.append(f"report: {message}"),
     )  # fmt: skip
     worker: Any = SimpleNamespace(
         config=Config(**flags),
@@ -131,6 +132,21 @@ def test_weights_that_are_changed_between_passes_are_kept_from_the_second_step_o
     loop.run(WORLD, steps(Watched()))
     assert found == [(False, False), (True, False)]
     assert not [line for line in told if line.startswith("warning")]
+
+
+def test_a_function_that_returns_early_is_no_fault() -> None:
+    """Early stopping is what was asked for: one line, of rank 0."""
+
+    def train(training: Any) -> None:
+        for _ in training.batches():
+            training.optimizer.step()
+            training.commit(0.0)
+            return
+
+    loop, state, told = make_loop(Watched(), train)
+    assert loop.run(WORLD, steps(Watched())) is Outcome.FINISHED
+    assert (state.step, state.is_finished) == (1, True)
+    assert told == ["step", "report: the training function returned at step 1 of 2: that ends the training"]
 
 
 @pytest.mark.parametrize("is_own", [True, False])
