@@ -115,7 +115,8 @@ class SessionSteps:
         if self.in_hand is not None:
             raise UsageError(
                 f"step {self._worker.state.step + 1} ended without training.commit(loss): call it after the "
-                "optimizer's step"
+                "optimizer's step. (training.batches() is for training alone: a validation reads a DataLoader of its "
+                "own)"
             )
 
     def require_none(self, what: str) -> None:

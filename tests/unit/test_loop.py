@@ -149,6 +149,17 @@ def test_a_function_that_returns_early_is_no_fault() -> None:
     assert told == ["step", "report: the training function returned at step 1 of 2: that ends the training"]
 
 
+def test_a_validation_over_the_training_batches_is_told_what_to_read() -> None:
+    def train(training: Any) -> None:
+        for _ in training.epochs():
+            for _ in training.batches():
+                pass
+
+    loop, _, _ = make_loop(Watched(), train)
+    with pytest.raises(UsageError, match=r"^step 1 ended without training\.commit\(loss\).* a DataLoader of its own"):
+        loop.run(WORLD, steps(Watched()))
+
+
 @pytest.mark.parametrize("is_own", [True, False])
 def test_a_world_begins_without_gradients(is_own: bool) -> None:
     """What a step that was broken off has left of any parameter would be added to that of the step when it is done
