@@ -83,7 +83,7 @@ class EtcdSilence:
         since, self._since, self._nobody_since = self._since, None, None
         if self._has_warned and since is not None:
             self._has_warned = False
-            self._warn(f"etcd answers again, after {self._clock() - since:.0f} s")
+            self._log(f"etcd answers again, after {self._clock() - since:.0f} s")
 
     def note_none(self, error: StoreUnreachable | StoreRefused, *, has_world: bool) -> None:
         since = self._since

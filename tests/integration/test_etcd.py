@@ -167,9 +167,7 @@ def test_an_outage_of_etcd(cluster: Cluster) -> None:
     for member in etcd.members:
         member.start()
     etcd.wait_until_healthy()
-    wait_until(
-        lambda: any("answers again" in e["message"] for e in events(cluster.run_dir, "warning")), "word of it", PATIENCE
-    )
+    wait_until(lambda: any("etcd answers again" in node.text() for node in nodes), "word of it", PATIENCE)
     nodes += cluster.start(*ENDLESS, "--max-steps", "1000000", "--peer-timeout", "10", nnodes="1:2")
     nodes.pop(0).kill()
     wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 2 and len(worlds(cluster.run_dir)) > 1, "world", PATIENCE)
