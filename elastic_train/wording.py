@@ -30,6 +30,11 @@ def named(parameters: Sequence[str]) -> str:
     return f"{count(len(parameters), 'parameter')} ({shown})"
 
 
+def workers_go_on(world_size: int, step: int) -> str:
+    """`2 workers go on at step 144`, after `step` committed ones."""
+    return f"{count(world_size, 'worker')} {'goes' if world_size == 1 else 'go'} on at step {step + 1}"
+
+
 def kind_of(value: object) -> str:
     """What was given in place of something else: `nothing (no return?)`, `a float`, `an int`, `the class AdamW`."""
     if value is None:

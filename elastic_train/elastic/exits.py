@@ -183,8 +183,9 @@ class Exits:
         what, unsaved = f"stopped by {worker.stop.why}", self._saver.unsaved(state)
         reporter.events.write("done", outcome="stopped", **({"unsaved": True} if unsaved else {}))
         reporter.report_for_node(f"{what} at step {state.step}{unsaved}")
+        epoch, samples = _position(state)
         reporter.report(
-            f"{what} at step {state.step} (epoch {state.epoch + 1} of {worker.config.epochs}, {state.samples_done} of "
+            f"{what} at step {state.step} (epoch {epoch} of {worker.config.epochs}, {samples} of "
             f"{state.length} samples){unsaved}; the same command continues from "
             f"{'the newest snapshot' if unsaved else 'here'}"
         )
@@ -329,6 +330,14 @@ def _discarded(worker: Worker, winner: Position) -> dict[str, Any]:
     first = parting_step(state.branches, winner.branches) + 1
     what = f"steps {first} to {state.step} of {describe(state.branches)} on {worker.host}"
     return {"branch": id_of(state.branches) or None, "first": first, "last": state.step, "what": what}
+
+
+def _position(state: TrainState) -> tuple[int, int]:
+    """The epoch, from 1, and the samples done in it; at its end all of them, as events tell it, and not the next
+    one."""
+    if state.step > 0 and state.samples_done == 0:
+        return state.epoch, state.length
+    return state.epoch + 1, state.samples_done
 
 
 def _let_first_save(world: World, stop: StopSignal, untold: Membership | None) -> None:

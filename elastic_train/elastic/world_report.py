@@ -18,7 +18,7 @@ from elastic_train.elastic.worker import Worker
 from elastic_train.protocol.quarantine import Deaths
 from elastic_train.rules import common_backend
 from elastic_train.training.state import TrainState
-from elastic_train.wording import count
+from elastic_train.wording import count, workers_go_on
 from elastic_train.world import World
 
 PHASES = ("detect", "abort", "meet", "init", "sync")
@@ -225,9 +225,9 @@ def describe_change(state: TrainState, world: World, change: Change, seconds: di
     parts = [*losses_of(change), *([f"took in {joined}"] if joined else [])]
     why = f" ({change.reason})" if change.reason else ""
     what = "; ".join(parts) or f"the members are the same{why}"
-    workers = f"{world.world_size} workers go on" if world.world_size > 1 else "1 worker goes on"
     phases = " ".join(f"{name}={value:.3f}" for name, value in seconds.items())
-    return f"world generation={world.generation}: {workers} at step {state.step + 1}; {what}; {phases} (s)"
+    workers = workers_go_on(world.world_size, state.step)
+    return f"world generation={world.generation}: {workers}; {what}; {phases} (s)"
 
 
 def losses_of(change: Change) -> list[str]:

@@ -7,7 +7,7 @@ from collections import Counter
 
 from elastic_train.observe.status_files import WorkerLines
 from elastic_train.runlog.reader import Line, float_of, int_of, time_of
-from elastic_train.wording import count, duration
+from elastic_train.wording import count, duration, workers_go_on
 
 
 def incidents_of(workers: list[WorkerLines], result: Line | None) -> tuple[Line, ...]:
@@ -29,13 +29,15 @@ def _is_incident(one: object) -> bool:
 
 
 def describe_incident(one: Line, now: float) -> str:
-    """`peer_lost, 8.7 s ago: lost a/0/12; generation 2 with 2 workers at step 143`, as far as it is known."""
+    """`peer_lost, 8.7 s ago: lost a/0/12; generation 2: 2 workers go on at step 144`, as far as it is known."""
     lost, left, joined = (_names(one, f"{how}_members") for how in ("lost", "left", "joined"))
     if one["cause"] == "leave":  # of an older version, those who left are here
         lost, left = "", left or lost
     step, lost_steps, size = (int_of(one, name) for name in ("step", "committed_steps_lost", "world_size"))
     who = [f"lost {lost}" if lost else "", f"{left} left" if left else "", f"{joined} joined" if joined else ""]
-    where = "" if size is None else f"generation {one.get('generation')} with {count(size, 'worker')} at step {step}"
+    where = ""
+    if size is not None and step is not None:
+        where = f"generation {one.get('generation')}: {workers_go_on(size, step)}"
     steps = f"{count(lost_steps, 'committed step')} lost" if lost_steps else ""
     told = "; ".join(filter(None, [*who, where, steps]))
     return f"{one['cause']}, {duration(now - time_of(one))} ago{': ' if told else ''}{told}"

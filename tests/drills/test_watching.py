@@ -63,7 +63,7 @@ def test_it_follows_a_run_to_its_end(run_dir: Path, file: io.StringIO) -> None:
             "state: finished; generation: 1; world size: 2; members: a/0/11, b/0/12; step: 7 of 7; epoch: 3, "
             "4 of 10 samples; loss: 0.1429; samples/s: 33; snapshot: step 7; "
             "incidents: 1, the last: peer_lost, 1.2 s ago: lost c/0/13; "
-            "generation 1 with 2 workers at step 3"
+            "generation 1: 2 workers go on at step 4"
         )
 
 

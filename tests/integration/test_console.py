@@ -59,7 +59,8 @@ def test_status_over_the_life_of_a_run(cluster: Cluster) -> None:
     stopped = status(cluster.run_dir)
     assert (stopped["state"], stopped["generation"], stopped["world size"]) == ("stopped", "1", "1")
     assert stopped["incidents"] == "1"
-    assert re.fullmatch(r"restart, .* ago: generation 1 with 1 worker at step \d+(; \d+ .* lost)?", stopped["incident"])
+    told = r"restart, .* ago: generation 1: 1 worker goes on at step \d+(; \d+ .* lost)?"
+    assert re.fullmatch(told, stopped["incident"])
 
     cluster.finish(cluster.start(*flags, nodes=1))
     finished = status(cluster.run_dir)

@@ -111,10 +111,11 @@ LEAVE = incident("leave", 3, NOW - 5, lost_members=["a/0/3"], left_members=["a/0
 BOTH = incident("peer_lost", 4, NOW - 4, lost_members=["d/0/1"], left_members=["e/0/2"], committed_steps_lost=1)
 OLDER = {"cause": "leave", "time": NOW - 2, "lost_members": ["x/0/1"], "committed_steps_lost": 0, "seconds": {}}
 TOLD = {
-    "peer_lost, 8.7 s ago: lost b/0/7; c/0/8, c/1/9 joined; generation 1 with 2 workers at step 143": PEER_LOST,
-    "restart, 6.0 s ago: generation 2 with 1 worker at step 9; 3 committed steps lost": RESTART,
-    "leave, 5.0 s ago: a/0/3 left; generation 3 with 2 workers at step 9": LEAVE,
-    "peer_lost, 4.0 s ago: lost d/0/1; e/0/2 left; generation 4 with 2 workers at step 9; 1 committed step lost": BOTH,
+    "peer_lost, 8.7 s ago: lost b/0/7; c/0/8, c/1/9 joined; generation 1: 2 workers go on at step 144": PEER_LOST,
+    "restart, 6.0 s ago: generation 2: 1 worker goes on at step 10; 3 committed steps lost": RESTART,
+    "leave, 5.0 s ago: a/0/3 left; generation 3: 2 workers go on at step 10": LEAVE,
+    "peer_lost, 4.0 s ago: lost d/0/1; e/0/2 left; generation 4: 2 workers go on at step 10; "
+    "1 committed step lost": BOTH,
     "leave, 2.0 s ago: x/0/1 left": OLDER,
     "join, 1.0 s ago": {"cause": "join", "time": NOW - 1},
 }

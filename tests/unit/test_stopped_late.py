@@ -30,7 +30,7 @@ from elastic_train.storage.store_urls import parse_url
 from elastic_train.training.state import TrainState
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
-from tests.unit.test_state import make_state
+from tests.unit.test_state import BATCH, LENGTH, STEPS_PER_EPOCH, make_state
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 0.01
@@ -52,11 +52,12 @@ class Life:
         **raises: Exception,
     ) -> None:
         self.calls: list[Any] = []
+        self.reported: list[str] = []
         self._raises = raises
         self.state = state
         events = SimpleNamespace(write=lambda event, **fields: self.calls.append((event, *fields.values())))
         reporter = SimpleNamespace(
-            events=events, warn=lambda message: self.calls.append(("warning", message)), report=lambda _message: None,
+            events=events, warn=lambda message: self.calls.append(("warning", message)), report=self.reported.append,
             log=lambda message: self.calls.append(("log", message)), world=world,
             report_for_node=lambda _message: None, close=self.part("close"),
             failed=lambda error: self.calls.append(("failed", str(error))),
@@ -126,6 +127,18 @@ def test_the_last_commit_is_saved() -> None:
         "settle", "save", "leave the bucket", *stopped, "leave", "close", "release", ("end", 143)
     ]  # fmt: skip
     assert not life.is_given_back
+
+
+@pytest.mark.parametrize(("steps", "position"), [
+    (0, "epoch 1 of 3, 0 of"), (1, f"epoch 1 of 3, {BATCH} of"), (STEPS_PER_EPOCH, f"epoch 1 of 3, {LENGTH} of"),
+    (STEPS_PER_EPOCH + 1, f"epoch 2 of 3, {BATCH} of"),
+])  # fmt: skip
+def test_the_end_of_an_epoch_is_of_that_epoch(steps: int, position: str) -> None:
+    """As in the events, and so in `status`."""
+    life = Life(make_stepping(steps))
+    life.run()
+    [line] = life.reported
+    assert f"({position} {LENGTH} samples)" in line
 
 
 def test_the_next_start_need_not_wait_for_the_bucket(request: pytest.FixtureRequest) -> None:
