@@ -324,7 +324,45 @@ def test_a_local_cluster_lives_until_it_is_ended(tmp_path: Path, signum: signal.
         process.wait(10)
 
 
-def test_a_folder_of_an_earlier_cluster_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "member").mkdir()
-    assert cli.main(["etcd", "--dir", str(tmp_path)]) == 2
-    assert "is not empty" in capsys.readouterr().err
+@pytest.mark.parametrize(("files", "flags", "told"), [
+    ({"member": ""}, (), "is not empty, and holds no cluster of this command"),
+    ({"ports.json": "[[1]]"}, (), "ports.json in it cannot be read"),
+    ({"ports.json": "[[TAKEN, 1]]"}, ("--members", "2"), "holds a cluster with 1 member; leave --members out"),
+    ({"ports.json": "[[TAKEN, 1]]"}, (), "port TAKEN of its cluster is taken; does it run already?"),
+])  # fmt: skip
+def test_a_folder_with_which_nothing_can_go_on(
+    files: dict[str, str], flags: tuple[str, ...], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        for name, text in files.items():
+            (tmp_path / name).write_text(text.replace("TAKEN", port))
+        assert cli.main(["etcd", "--dir", str(tmp_path), *flags]) == 2
+    assert told.replace("TAKEN", port) in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == set(files), "nothing is touched"
+
+
+def test_another_start_goes_on_with_the_cluster_of_its_folder(tmp_path: Path) -> None:
+    """With its data, and at its ports: the line for torchrun stays."""
+    lines = []
+    for number in range(2):
+        log = tmp_path / f"log{number}"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [*CONSOLE, "etcd", "--dir", str(tmp_path / "etcd"), *(() if number else ("--members", "1"))],
+                stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=clean_environment(), cwd=tmp_path,
+            )  # fmt: skip
+        try:
+            line = wait_until(lambda log=log: re.search(r"^  torchrun (.*)$", log.read_text(), re.M), "the line", 100)
+            lines.append(line[1])
+            options = read_command(shlex.split(line[1])).options
+            endpoint = f"--endpoints={options['rdzv-endpoint']}"
+            words = ["get", "key", "--print-value-only"] if number else ["put", "key", "kept"]
+            etcdctl = [find_program("etcdctl"), endpoint, *words]
+            assert "kept\n" * number in subprocess.run(etcdctl, capture_output=True, text=True, check=True).stdout
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait(10)
+    assert lines[0] == lines[1]

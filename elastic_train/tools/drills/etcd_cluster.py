@@ -17,6 +17,9 @@ from elastic_train.tools.drills.nodes import TooSlow, dying_with_parent, free_po
 HEALTHY_SECONDS = 60.0
 
 
+HOST = "127.0.0.1"
+
+
 class EtcdMissing(ElasticTrainError):
     """There is no etcd on this machine."""
 
@@ -52,6 +55,7 @@ class EtcdMember:
         prefix: Sequence[str],
     ) -> None:
         self.path, self.name, self.host = path, name, host
+        self.ports = ports
         self.client_port, peer_port = ports
         self.endpoint = f"{host}:{self.client_port}"
         self.url, self.peer_url = f"{scheme}://{self.endpoint}", f"http://{host}:{peer_port}"
@@ -98,6 +102,8 @@ class EtcdCluster:
         host: the address that they listen at.
         prefix: a command that runs the rest of its arguments somewhere else, e.g. in a network namespace.
         scheme: `https` with certificates, which are in `flags`, more of etcd's own, and in `ctl_flags`, of etcdctl's.
+        ports: for clients and for members, of each member: those of an earlier start, whose data are there. By default
+            free ones.
     """
 
     def __init__(
@@ -105,17 +111,18 @@ class EtcdCluster:
         path: Path,
         size: int,
         *,
-        host: str = "127.0.0.1",
+        host: str = HOST,
         prefix: Sequence[str] = (),
         scheme: str = "http",
         flags: Sequence[str] = (),
         ctl_flags: Sequence[str] = (),
+        ports: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.path, self._prefix, self._ctl_flags = path, prefix, ctl_flags
-        ports: list[int] = []
-        while len(ports) < 2 * size:
-            ports += {free_port()} - set(ports)
-        pairs = list(zip(ports[:size], ports[size:], strict=True))
+        free: list[int] = []
+        while len(free) < 2 * size:
+            free += {free_port()} - set(free)
+        pairs = list(ports) or list(zip(free[:size], free[size:], strict=True))
         cluster = ",".join(f"m{number}=http://{host}:{peer}" for number, (_, peer) in enumerate(pairs))
         self.members = [
             EtcdMember(path, f"m{number}", host, pair, cluster, scheme, flags, prefix)

@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 
 from elastic_train.errors import UsageError
-from elastic_train.tools.drills.etcd_cluster import EtcdCluster, EtcdMember
+from elastic_train.tools.drills.etcd_cluster import HOST, EtcdCluster, EtcdMember
 from elastic_train.wording import count
 
 POLL_SECONDS = 0.2
+MEMBERS = 3
+PORTS = "ports.json"
+"""in the folder of a cluster: for clients and for members, of each"""
 
 
 def serve_etcd(arguments: argparse.Namespace) -> int:
     """Start the members, say how to use them, and end them all on SIGINT, SIGTERM or SIGHUP.
 
     Raises:
-        EtcdMissing: there is no etcd on this machine. TooSlow: it does not become healthy. UsageError: the folder
-            cannot be written; or is not empty, and members of an earlier start would look for each other at ports that
-            are gone.
+        EtcdMissing: there is no etcd on this machine. TooSlow: it does not become healthy. UsageError: as
+            `earlier_ports`.
     """
-    if arguments.dir is not None:
-        try:
-            arguments.dir.mkdir(parents=True, exist_ok=True)
-            if any(arguments.dir.iterdir()):
-                raise UsageError(f"--dir {arguments.dir}: is not empty")
-            tempfile.TemporaryFile(dir=arguments.dir).close()
-        except OSError as error:
-            raise UsageError(f"--dir {arguments.dir}: {error.strerror}") from error
+    ports = [] if arguments.dir is None else earlier_ports(arguments.dir, arguments.members)
+    size = arguments.members or len(ports) or MEMBERS
     ended: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup leaves it
             signal.signal(signum, lambda received, _frame: ended.append(received))
     folder = (arguments.dir or Path(tempfile.mkdtemp(prefix="elastic-train-etcd-"))).absolute()
     try:
-        cluster = EtcdCluster(folder, arguments.members)
+        cluster = EtcdCluster(folder, size, ports=ports)
+        (folder / PORTS).write_text(json.dumps([member.ports for member in cluster.members]))
         with ExitStack() as ends:
             ends.callback(cluster.end)  # also the members of a start that fails half way
             cluster.start()
@@ -50,6 +50,41 @@ def serve_etcd(arguments: argparse.Namespace) -> int:
         if arguments.dir is None:
             shutil.rmtree(folder, ignore_errors=True)
     return 0
+
+
+def earlier_ports(folder: Path, size: int | None) -> list[tuple[int, int]]:
+    """Of the cluster that an earlier start has left in the folder, which is made where there is none; empty where it is
+    empty. By these its members find each other, and jobs find them.
+
+    Raises: UsageError: the folder cannot be written, holds something else or a cluster of another `size`, or a port is
+        taken: that cluster may run.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        if not any(folder.iterdir()):
+            return []
+        found = [(int(client), int(peer)) for client, peer in json.loads((folder / PORTS).read_bytes())]
+    except FileNotFoundError:
+        raise UsageError(f"--dir {folder}: is not empty, and holds no cluster of this command") from None
+    except (ValueError, TypeError):
+        raise UsageError(f"--dir {folder}: {PORTS} in it cannot be read") from None
+    except OSError as error:
+        raise UsageError(f"--dir {folder}: {error.strerror}") from error
+    if size not in (None, len(found)):
+        raise UsageError(f"--dir {folder}: holds a cluster with {count(len(found), 'member')}; leave --members out")
+    for port in chain.from_iterable(found):
+        if not is_free(port):
+            raise UsageError(f"--dir {folder}: port {port} of its cluster is taken; does it run already?")
+    return found
+
+
+def is_free(port: int) -> bool:
+    try:
+        socket.create_server((HOST, port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def describe(cluster: EtcdCluster, folder: Path, *, keeps: bool) -> list[str]:
