@@ -24,6 +24,7 @@ Node = tuple[Member, ...]
 """its workers in the join queue"""
 WHY_SECONDS = 1.0
 """after which it asks for that again"""
+IN_QUEUE = "in the join queue: a job is running, whose members admit this node between two steps"
 SETTLE_SECONDS = 0.5
 """nodes that become ready within so short a time are admitted together"""
 MOST_FAILED_PLANS = 2
@@ -79,7 +80,7 @@ class Arrival:
             Stopped: this worker was told to stop.
             What `look` raises.
         """
-        reports, why, ask_at = self._report_times(), None, 0.0
+        reports, why, ask_at, has_told = self._report_times(), None, 0.0, self._job.is_first
         while True:
             self._check()
             self._watcher.do(Activity.FORM)
@@ -88,6 +89,9 @@ class Arrival:
                 self._job.entrance.leave()
                 return place
             look()
+            if not has_told:  # it has said nothing while it was imported and built
+                has_told = True
+                self._log(IN_QUEUE)
             if self._around.monotonic() >= ask_at:
                 ask_at = self._around.monotonic() + WHY_SECONDS
                 told = self._job.told(WHY_IT_WAITS)

@@ -14,10 +14,11 @@ import torch
 
 from elastic_train.config import Config
 from elastic_train.elastic.barriers import Surroundings
-from elastic_train.elastic.joins import SETTLE_SECONDS
+from elastic_train.elastic.joins import IN_QUEUE, SETTLE_SECONDS, Arrival
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.whole_steps import is_tried_first, why_closed_in
 from elastic_train.protocol import join_queue
+from elastic_train.protocol.job import Admitted, InQueue
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.plan import Plan
 from elastic_train.rules import NOW
@@ -242,3 +243,20 @@ def test_who_was_absent_is_tried_again_where_nobody_else_has_room() -> None:
         here.joins.consider(world)
         clock.now += 2 * SETTLE_SECONDS
     assert [one.uid for one in here.joins._admits] == [back.uid]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_newcomer_says_once_that_it_waits(is_first: bool) -> None:
+    """It has said nothing for as long as it took to import and build all: who waits for it would think that it hangs.
+    Where the job begins there is nobody to be admitted by."""
+    world: Any = None
+    places = iter([InQueue("waiting"), InQueue("waiting"), Admitted(world, {}, came_later=not is_first)])
+    job: Any = SimpleNamespace(
+        is_first=is_first, look_from_queue=lambda _mine: next(places), leave_queue=lambda: None, told=lambda _key: None
+    )
+    nothing: Any = SimpleNamespace(do=lambda _activity: None, monotonic=lambda: 0.0, sleep=lambda _seconds: None)
+    said: list[str] = []
+    arrival = Arrival(job, nothing, nothing, check=lambda: None, log=said.append)
+    mine: Any = None
+    assert isinstance(arrival.wait_in_queue(mine, lambda: None), Admitted)
+    assert said == [IN_QUEUE] * (not is_first)
