@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from elastic_train.config import Config
 from elastic_train.elastic import own_loop
@@ -243,11 +243,34 @@ def test_another_communication_hook_is_refused_before_a_second_worker_joins() ->
         dist.destroy_process_group()
 
 
+def snippet_with(words: str) -> str:
+    readme = (Path(own_loop.__file__).parents[1] / "training" / "README.md").read_text()
+    [snippet] = [part for part in readme.split("```") if part.startswith("python\n") and words in part]
+    return snippet.removeprefix("python\n")
+
+
+@pytest.mark.parametrize(("samples", "world_size"), [(700, 1), (7, 3), (2, 3)])
+def test_a_validation_as_the_readme_has_it(samples: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of all ranks are those over all samples, each once, also where a rank has none."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Dropout(0.9), nn.Linear(4, 3))
+    inputs, labels = torch.randn(samples, 4), torch.arange(samples) % 3
+    told: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "all_reduce", told.append)
+    for rank in range(world_size):
+        training = SimpleNamespace(model=model.train(), world=SimpleNamespace(rank=rank, world_size=world_size))
+        names = {"training": training, "held_out": TensorDataset(inputs, labels), "torch": torch, "F": F}
+        exec(snippet_with("held_out"), names | {"DataLoader": DataLoader, "Subset": Subset})
+        assert model.training
+    loss, count = torch.stack(told).sum(0)
+    assert count == samples
+    expected = F.cross_entropy(model.eval()(inputs), labels).item()
+    assert (loss / count).item() == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("samples", [10, 3, 1])
 def test_gradients_that_add_up_as_the_readme_has_it(samples: int) -> None:
     """Clipped they are those of the whole batch, also where there are fewer samples than parts."""
-    readme = (Path(own_loop.__file__).parents[1] / "training" / "README.md").read_text()
-    [snippet] = [part for part in readme.split("```") if part.startswith("python\n") and "no_sync" in part]
 
     class Wrapped(nn.Linear):
         is_summing = True
@@ -278,7 +301,7 @@ def test_gradients_that_add_up_as_the_readme_has_it(samples: int) -> None:
         "ddp": ddp, "optimizer": torch.optim.SGD(ddp.parameters(), lr=0.0), "torch": torch, "F": F,
         "nullcontext": nullcontext,
     }  # fmt: skip
-    exec(snippet.removeprefix("python\n"), names)
+    exec(snippet_with("no_sync"), names)
     assert Wrapped.syncs == [False] * (min(4, samples) - 1) + [True]
     torch.testing.assert_close(committed, [expected.detach()], rtol=0.02, atol=0.02)
     torch.testing.assert_close(ddp.weight.grad, whole.weight.grad, rtol=0.02, atol=0.02)
