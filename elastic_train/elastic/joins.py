@@ -80,7 +80,7 @@ class Arrival:
             Stopped: this worker was told to stop.
             What `look` raises.
         """
-        reports, why, ask_at, has_told = self._report_times(), None, 0.0, self._job.is_first
+        reports, why, ask_at, has_told = self._report_times(), None, 0.0, self._job.entrance.is_first
         while True:
             self._check()
             self._watcher.do(Activity.FORM)

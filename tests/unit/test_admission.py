@@ -18,8 +18,8 @@ from elastic_train.elastic.joins import IN_QUEUE, SETTLE_SECONDS, Arrival
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.whole_steps import is_tried_first, why_closed_in
 from elastic_train.protocol import join_queue
-from elastic_train.protocol.job import Admitted, InQueue
 from elastic_train.protocol.join_queue import Waiting
+from elastic_train.protocol.known_worlds import Admitted
 from elastic_train.protocol.plan import Plan
 from elastic_train.rules import NOW
 from elastic_train.world import Member, World
@@ -250,9 +250,11 @@ def test_a_newcomer_says_once_that_it_waits(is_first: bool) -> None:
     """It has said nothing for as long as it took to import and build all: who waits for it would think that it hangs.
     Where the job begins there is nobody to be admitted by."""
     world: Any = None
-    places = iter([InQueue("waiting"), InQueue("waiting"), Admitted(world, {}, came_later=not is_first)])
+    places = iter(["waiting", "waiting", Admitted(world, {}, came_later=not is_first)])
     job: Any = SimpleNamespace(
-        is_first=is_first, look_from_queue=lambda _mine: next(places), leave_queue=lambda: None, told=lambda _key: None
+        entrance=SimpleNamespace(is_first=is_first, leave=lambda: None),
+        look_from_queue=lambda _mine: next(places),
+        told=lambda _key: None,
     )
     nothing: Any = SimpleNamespace(do=lambda _activity: None, monotonic=lambda: 0.0, sleep=lambda _seconds: None)
     said: list[str] = []
