@@ -183,10 +183,8 @@ class Exits:
         what, unsaved = f"stopped by {worker.stop.why}", self._saver.unsaved(state)
         reporter.events.write("done", outcome="stopped", **({"unsaved": True} if unsaved else {}))
         reporter.report_for_node(f"{what} at step {state.step}{unsaved}")
-        epoch, samples = _position(state)
         reporter.report(
-            f"{what} at step {state.step} (epoch {epoch} of {worker.config.epochs}, {samples} of "
-            f"{state.length} samples){unsaved}; the same command continues from "
+            f"{what} at step {state.step} ({_place_of(state)}){unsaved}; the same command continues from "
             f"{'the newest snapshot' if unsaved else 'here'}"
         )
         return UNSAVED if unsaved else 128 + worker.stop.cause
@@ -332,12 +330,11 @@ def _discarded(worker: Worker, winner: Position) -> dict[str, Any]:
     return {"branch": id_of(state.branches) or None, "first": first, "last": state.step, "what": what}
 
 
-def _position(state: TrainState) -> tuple[int, int]:
-    """The epoch, from 1, and the samples done in it; at its end all of them, as events tell it, and not the next
-    one."""
-    if state.step > 0 and state.samples_done == 0:
-        return state.epoch, state.length
-    return state.epoch + 1, state.samples_done
+def _place_of(state: TrainState) -> str:
+    """`epoch 55 of 80, 1124 of 1124 samples`: between two epochs the end of the first, as events tell it."""
+    is_at_end = state.step > 0 and state.samples_done == 0
+    epoch, samples = (state.epoch, state.length) if is_at_end else (state.epoch + 1, state.samples_done)
+    return f"epoch {epoch} of {state.num_epochs}, {samples} of {state.length} samples"
 
 
 def _let_first_save(world: World, stop: StopSignal, untold: Membership | None) -> None:

@@ -40,6 +40,7 @@ class Queue:
         self.waiting = waiting
         self.facts = SimpleNamespace(known={"agreement": json.dumps(agreement)})
         self.entrance = SimpleNamespace(drop=lambda _members: None)
+        self.place = SimpleNamespace(has_moved=lambda _world: False)
 
     def queue(self) -> list[Waiting]:
         return self.waiting
