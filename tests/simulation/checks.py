@@ -93,7 +93,8 @@ def _can_join(simulation: Simulation, newcomer: Worker, trainers: list[Worker]) 
     """Whether one in the queue has a way to those who train, and the other workers of its node are there."""
     if any(worker.process.ending == "finished" for worker in simulation.workers):
         return False
-    if simulation.kernel.now - newcomer.began_at < QUEUE_SECONDS:
+    formed_at = max(told.entered_at for told in simulation.worlds.values())  # its join is prepared after another one
+    if simulation.kernel.now - max(newcomer.began_at, formed_at) < QUEUE_SECONDS:
         return False
     host = newcomer.process.host
     there = {one.member.local_rank for one in simulation.living if one.process.host == host}

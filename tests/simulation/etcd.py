@@ -271,8 +271,9 @@ class EtcdForm(PeersForm):
         return all(reaches(one.process) for one in side) and super().may_go_on(worker, side)
 
     def suffices(self, worker: Worker, worlds: Sequence[Voters], side: set[str]) -> bool:
-        """Likewise where it is lost."""
-        if self._has_lost_place(worker) and silent_members(worlds, side):
+        """Likewise where it is lost to any of them: one that was not told who sees it has nothing to lose."""
+        of_side = [one for one in self._simulation.living if one.uid in side]
+        if any(map(self._has_lost_place, of_side)) and silent_members(worlds, side):
             return False
         return super().suffices(worker, worlds, side)
 
