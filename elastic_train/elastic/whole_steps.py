@@ -258,8 +258,7 @@ class PassChecks:
     def look(self) -> None:
         """They are over. Raises: UsageError."""
         self.require_same_trained()
-        if self._tells and not self._has_warned:
-            self._look_at_trained()
+        self._look_at_trained()
         self._look_at_frozen()
 
     def require_same_trained(self) -> None:
@@ -278,7 +277,9 @@ class PassChecks:
         return [name for name, one, other in zip(self._names, before, now, strict=True) if one != other]
 
     def _versions_of_trained(self) -> list[int]:
-        """0 of the others, which may have none."""
+        """0 of the others, which may have none. Nothing where nobody is told of them."""
+        if not self._tells or self._has_warned:
+            return []
         pairs = zip(self._parameters, self._are_trained, strict=True)
         return [one._version if is_trained else 0 for one, is_trained in pairs]
 

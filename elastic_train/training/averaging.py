@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic_train.training.ordered_buffers import make_writable
+
 
 class AveragedWeights:
     """average = decay * average + (1 - decay) * weights, after every committed step.
@@ -20,6 +22,7 @@ class AveragedWeights:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model = copy.deepcopy(model).requires_grad_(False)
         """the averaged model, for evaluation"""
+        make_writable(self.model)
         self._decay = decay
         self._parameters = list(self.model.parameters())
         self._floats = [place for place, one in enumerate(self._parameters) if one.is_floating_point()]
@@ -38,7 +41,7 @@ class AveragedWeights:
             if theirs[place].requires_grad and place not in self._wide:
                 self._wide[place] = ours[place].float()
         if self._infinite is None:  # once: it waits for the device
-            self._infinite = {i for i in self._floats if not (ours[i].sum() + theirs[i].sum()).isfinite()}
+            self._infinite = {i for i in self._floats if not (ours[i].isfinite().all() & theirs[i].isfinite().all())}
         apart = self._wide.keys() | self._infinite
         floats = [place for place in self._floats if place not in apart] if apart else self._floats
         if floats:

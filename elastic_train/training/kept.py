@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from elastic_train.errors import UsageError
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.optimizers import parameters_beside, parameters_of, parts_of
+from elastic_train.training.ordered_buffers import make_writable
 from elastic_train.wording import count
 
 Buffers = dict[str, torch.Tensor | None]
@@ -69,6 +70,8 @@ class KeptBuffers:
 
     def __init__(self, model: nn.Module, extras: Iterable[Any] = ()) -> None:
         self._modules = [model, *(extra for extra in extras if isinstance(extra, nn.Module))]
+        for module in self._modules:
+            make_writable(module)
         self._kept: list[tuple[Buffers, Remembered]] = []
         self._num_walks = 0
         self.made_with_nan = {

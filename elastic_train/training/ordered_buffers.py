@@ -10,8 +10,20 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from elastic_train.errors import UsageError
+
+
+def make_writable(module: nn.Module) -> None:
+    """Of a buffer that `expand()` has made, several numbers are one in memory; torch refuses to write it, and so to put
+    it back. Give each number its place."""
+    for layer in module.modules():
+        for name, buffer in layer._buffers.items():
+            if buffer is None or is_lazy(buffer) or buffer.layout is not torch.strided:
+                continue
+            if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
+                layer._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
 
 
 class Buffers:

@@ -18,7 +18,7 @@ from elastic_train.elastic.trainer import begin_scalers_anew
 from elastic_train.errors import TrainingDiverged, UsageError, kind_and_line
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.kept import KeptBuffers
+from elastic_train.training.kept import KeptBuffers, leave_no_trace
 from elastic_train.training.optimizers import build_optimizer, parts_of
 from elastic_train.training.reduction import StepTotals
 from elastic_train.training.state import TrainState, learning_rate_factor, modes_kept, state_sha256, total_steps
@@ -787,6 +787,23 @@ def test_a_scaler_of_two_optimizers_is_broken_off_between_their_steps(place: str
 
 def break_off() -> None:
     raise RuntimeError("broken off")
+
+
+def test_a_buffer_that_was_expanded_can_be_put_back_and_averaged() -> None:
+    """Of several numbers in one place torch writes none."""
+    model = nn.Linear(4, 2)
+    mask = torch.tensor([[True, False]])
+    model.register_buffer("mask", mask.expand(3, 2), persistent=False)
+    average = AveragedWeights(model, 0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainState(model, optimizer, length=8, global_batch_size=4, epochs=1, extras={"ema": average})
+    for module in (model, average.model):
+        module.mask.copy_(module.mask.clone())
+        assert torch.equal(module.mask, mask.expand(3, 2))
+    leave_no_trace(model)()
+    average.update(model)
+    state.remember()
+    assert state.rollback()
 
 
 def test_an_average_that_a_run_gets_later_begins_with_the_weights_it_has() -> None:

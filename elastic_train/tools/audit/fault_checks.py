@@ -56,7 +56,8 @@ def check_incidents(history: History) -> Found:
                 f"fault {fault.number} ({fault.name} of {fault.target}): next committed step after "
                 f"{fault.recovered_seconds:.2f} s, limit {fault.limit_seconds:.0f} s"
             )
-    worst = max((outage.seconds for outage in outages if outage.cause == "peer_lost"), default=None)
+    measured = (outage.seconds for outage in outages if outage.cause == "peer_lost" and outage.is_measured)
+    worst = max(measured, default=None)
     told = "" if worst is None else f"; longest outage by a lost peer {worst:.2f} s"
     done_again = sum(int(entry.get("committed_steps_lost") or 0) for entry in incidents)
     told += f"; {done_again} committed steps done again" if done_again else ""
