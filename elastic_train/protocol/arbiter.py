@@ -211,7 +211,10 @@ class Arbitration:
         """by uid of a world: where this member has seen its name"""
         self._before: tuple[str, Arbiter] | None = None
         """uid of a world that ends, and the place as it was before anything could follow it"""
-        self._moved_since: float | None = None
+        self._shown: dict[str, tuple[Arbiter, float]] = {}
+        """by uid of a world: where this member has left its name as rank 0, and when"""
+        self._newest: tuple[Arbiter, float] | None = None
+        """the place as it was found last, and since when; all times for the first"""
         self._silent_at = -math.inf
         """when it did not answer a call, the last one"""
         self._few_since: tuple[str, float] | None = None
@@ -224,7 +227,7 @@ class Arbitration:
     def note_end(self, world: str) -> None:
         """This member is about to take part in the choice of what follows a world."""
         if self._find_place is not None and (self._before is None or self._before[0] != world):
-            self._before = world, self._find_place()
+            self._before = world, self._place_now(self._find_place)
 
     def show(self, world: str, *, is_decided: bool) -> None:
         """Rank 0 of a world that is about to form leaves its name there, for the others to see, before the world's
@@ -234,7 +237,10 @@ class Arbitration:
             is_decided: whether claims about that world may have been made.
         """
         if self._find_place is not None:
-            place = self._before[1] if is_decided and self._before is not None else self._find_place()
+            place = self._place_now(self._find_place)
+            if is_decided and self._before is not None:
+                place = self._before[1]
+            self._shown[world] = place, self._clock()
             with suppress(ArbiterSilent):  # then nobody sees it
                 place.show(world)
                 place.tidy()
@@ -243,7 +249,7 @@ class Arbitration:
         """What this member tells the others of a world in its first collective. Blocks likewise."""
         sees = False
         if self._find_place is not None:
-            place = self._find_place()
+            place = self._place_now(self._find_place)
             with suppress(ArbiterSilent):
                 sees = place.sees(world)
             if sees:
@@ -266,15 +272,26 @@ class Arbitration:
         self._is_shared = self.known(worlds)
         for world in list(self._places)[:-KEPT_PLACES]:
             del self._places[world]
+        for world in list(self._shown)[:-KEPT_PLACES]:
+            del self._shown[world]
 
     def has_moved(self, world: str) -> bool:
-        """Whether the place of this world is there no more, and all have had the time to find the new one."""
-        seen_in = self._places.get(world)
-        if seen_in is None or self._find_place is None or seen_in is self._find_place():
-            self._moved_since = None
+        """Whether the place has moved, and all have had the time to find the new one, but the name of this world could
+        not be seen there: this member, as rank 0, has left it in an older place, or before all had found this one."""
+        if self._find_place is None or world not in self._shown:
             return False
-        self._moved_since = self._moved_since or self._clock()
-        return self._clock() - self._moved_since > MOVED_SECONDS
+        (place, shown_at), now = self._shown[world], self._clock()
+        newest = self._place_now(self._find_place)
+        found_at = -math.inf if self._newest is None else self._newest[1]
+        # The next world is shown later than that: so a place that some cannot see ends one world, and no second one.
+        is_early = shown_at - found_at <= MOVED_SECONDS and self._is_shared.get(world) is False
+        return (place is not newest or is_early) and now - found_at > MOVED_SECONDS
+
+    def _place_now(self, find_place: Callable[[], Arbiter]) -> Arbiter:
+        place = find_place()
+        if self._newest is None or self._newest[0] is not place:
+            self._newest = place, -math.inf if self._newest is None else self._clock()
+        return place
 
     def is_needed(self, worlds: Sequence[Voters]) -> bool:
         """Whether some of the others might go on by a claim."""

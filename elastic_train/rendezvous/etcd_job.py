@@ -29,6 +29,8 @@ MOST_PROBED = 16
 """others of whom it is looked at the end who is dead"""
 MOST_TURNS = 100
 """of others who open and end the job in the same moments"""
+MOST_BETWEEN = 15.0
+"""seconds after which each worker looks at the entry again; all find another one in arbiter.MOVED_SECONDS"""
 NO_STAMP = b"-" * 12
 """in place of a stamp (etcd_store.py): the token is unique to its writer"""
 
@@ -148,7 +150,7 @@ class NodeLease:
         self.store, self.job = store, job
         self.key, self._address = f"{job.prefix}/nodes/{node}", address
         self._seconds = seconds
-        self.seconds_between = min(seconds, job.lease_seconds) / 4
+        self.seconds_between = min(seconds / 4, job.lease_seconds / 4, MOST_BETWEEN)
         """two calls of `keep`; who opened the job may have given it a shorter lease"""
         self.lease = 0
         """its own; 0 before the first `keep`"""

@@ -336,6 +336,27 @@ def test_before_they_have_met_there_they_wait_for_who_is_silent(faults: tuple[Fa
     assert [worker.activity for worker in simulation.living] == ["agrees"] * 2
 
 
+@pytest.mark.parametrize("at", [5.7, 5.99])
+def test_a_world_that_forms_right_after_the_loss_ends_for_another_entry(at: float) -> None:
+    """It follows one whose successor could be claimed in the lost entry, so its name was shown there."""
+    off = ((6.0, "kill", 2), (20.0, "power_off", 0))
+    simulation = run(directed.loses_the_entry((at, "empty_store"), *off, seconds=36.0))
+    worlds = list(simulation.worlds.values())
+    assert [len(told.members) for told in worlds] == [3, 2, 2, 1], simulation.describe()
+    assert worlds[2].entered_at < 12.0
+    assert all(told.commits for told in worlds)
+
+
+def test_a_world_that_forms_before_all_have_found_the_new_entry_ends_too() -> None:
+    """The last of them finds it when a world without the third stands."""
+    late = ((4.9, "lose_store", (3,)), (5.0, "empty_store"), (5.6, "kill", 2), (7.0, "find_store", (3,)))
+    simulation = run(directed.loses_the_entry(*late, (20.0, "power_off", 0), hosts=4, seconds=36.0))
+    worlds = list(simulation.worlds.values())
+    assert [len(told.members) for told in worlds] == [4, 3, 3, 2], simulation.describe()
+    assert worlds[2].entered_at < 12.0
+    assert all(told.commits for told in worlds)
+
+
 def test_who_has_voted_for_what_it_cannot_claim_any_more_goes_on_with_the_others() -> None:
     """Each side of a cut for its own decision, right after the loss."""
     run(directed.votes_without_an_entry())

@@ -126,17 +126,81 @@ def test_a_name_is_shown_in_a_place_that_is_older_than_the_world() -> None:
     assert (old.names, new.names) == (["b"], ["planned", "c"])
 
 
-def test_a_place_has_moved_when_all_have_had_the_time_to_find_the_new_one() -> None:
-    now, places = [10.0], [Place()]
-    made = Arbitration(lambda: places[-1], 1.0, lambda: now[0])
-    assert not made.has_moved("a"), "never seen"
-    made.sees("a")
-    places.append(Place())
-    assert not made.has_moved("a")
-    now[0] += MOVED_SECONDS + 1.0
-    assert made.has_moved("a")
-    made.sees("b")
-    assert not made.has_moved("b")
+class Mover:
+    """Rank 0, whose place moves."""
+
+    def __init__(self) -> None:
+        self.now, self.place = 0.0, Place()
+        self.arbitration = Arbitration(lambda: self.place, 1.0, lambda: self.now)
+
+    def form(self, world: str, *, is_shared: bool, is_decided: bool = True) -> None:
+        self.arbitration.show(world, is_decided=is_decided)
+        self.arbitration.sees(world)
+        self.arbitration.note(world, is_shared=is_shared)
+
+    def move(self) -> None:
+        """It finds the new place by the vote that follows."""
+        self.place = Place()
+        assert not self.arbitration.has_moved("any")
+
+    def has_moved(self, world: str, *, after: float = 0.0) -> bool:
+        self.now += after
+        return self.arbitration.has_moved(world)
+
+
+@pytest.mark.parametrize("is_decided", [True, False])
+def test_a_place_has_moved_when_all_have_had_the_time_to_find_the_new_one(is_decided: bool) -> None:
+    rank0 = Mover()
+    assert not rank0.has_moved("a"), "it is not rank 0 there"
+    rank0.form("a", is_shared=True, is_decided=is_decided)
+    assert not rank0.has_moved("a", after=3600.0)
+    rank0.place = Place()
+    assert not rank0.has_moved("a")
+    assert not rank0.has_moved("a", after=MOVED_SECONDS - 1.0)
+    assert rank0.has_moved("a", after=2.0)
+    rank0.arbitration.note_end("a")
+    rank0.form("b", is_shared=True)
+    assert not rank0.has_moved("b", after=3600.0)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 3600.0], ids=["a member dies at once", "a decision came to nothing before"])
+def test_a_world_that_was_shown_in_the_lost_place_ends_too(seconds: float) -> None:
+    """What follows the world before it may have been claimed there, so nobody shows it in the new place."""
+    rank0 = Mover()
+    rank0.form("a", is_shared=True)
+    rank0.arbitration.note_end("a")
+    rank0.now += seconds
+    lost = rank0.place
+    rank0.move()
+    rank0.form("b", is_shared=False)
+    assert lost.names == ["a", "b"]
+    assert not rank0.has_moved("b")
+    assert rank0.has_moved("b", after=MOVED_SECONDS + 1.0)
+    rank0.arbitration.note_end("b")
+    rank0.form("c", is_shared=True)
+    assert rank0.place.names == ["c"]
+    assert not rank0.has_moved("c", after=3600.0)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_world_that_was_shown_before_all_had_found_the_place_ends_once_more(is_shared: bool) -> None:
+    rank0 = Mover()
+    rank0.form("a", is_shared=True)
+    rank0.arbitration.note_end("a")
+    rank0.place = Place()
+    rank0.arbitration.note_end("world before")
+    rank0.form("b", is_shared=is_shared)
+    assert not rank0.has_moved("b", after=MOVED_SECONDS - 1.0)
+    assert rank0.has_moved("b", after=2.0) == (not is_shared)
+    rank0.arbitration.note_end("b")
+    rank0.form("c", is_shared=False)
+    assert not rank0.has_moved("c", after=3600.0), "some cannot see it at all"
+
+
+def test_a_first_place_has_not_moved() -> None:
+    rank0 = Mover()
+    rank0.form("a", is_shared=False)
+    assert not rank0.has_moved("a", after=3600.0)
 
 
 def test_a_place_is_silent_until_it_answers_or_has_not_been_asked_for_a_while() -> None:
