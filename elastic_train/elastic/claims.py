@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import queue
@@ -169,12 +168,6 @@ class Bounded:
         if isinstance(found, Exception):
             raise found
         return found
-
-
-@functools.cache
-def bounded(arbiter: Claims) -> Bounded:
-    """Always the same for one."""
-    return Bounded(arbiter)
 
 
 def arbiter_of(run_dir: Path, bucket: Bucket | None) -> Arbiter:

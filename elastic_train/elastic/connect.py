@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from elastic_train.elastic.background import BackgroundThreads
 from elastic_train.elastic.barriers import Surroundings, Waits
-from elastic_train.elastic.claims import bounded
+from elastic_train.elastic.claims import Bounded
 from elastic_train.elastic.formed_group import FormedGroup, form, form_timeout
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.stuck import StuckThread
@@ -215,9 +215,9 @@ def place_of(applicant: Applicant, own: Endpoints) -> tuple[Finder, Callable[[],
         finder = EtcdFinder(
             Connections(launch.etcd), launch.run_id, uid=own.uid, address=own.server.address,
             lease=max(launch.etcd.grace, waits.peer_timeout), check=applicant.stop.check, log=applicant.log,
-            warn=applicant.warn, earlier=earlier,
+            warn=applicant.warn, earlier=earlier, bound=Bounded,
         )  # fmt: skip
-        return finder, lambda: bounded(finder.arbiter())
+        return finder, finder.arbiter
     if launch.c10d is not None:
         signposts = Signposts(
             [split_endpoint(endpoint) for endpoint in launch.c10d.endpoints],

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from elastic_train.errors import ElasticTrainError, LeftOut, StoreRefused, StoreUnreachable, going_on
-from elastic_train.protocol.arbiter import Claims
+from elastic_train.protocol.arbiter import Arbiter, Claims
 from elastic_train.protocol.probes import Probe, probe_all
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_arbiter import arbiter_in
@@ -147,6 +147,7 @@ class EtcdFinder:
         earlier: stores of members that the run directory names, or that this process was in a world with.
         repeat: has the turns of the thread taken, as the function of this name.
         probe_all: whether anybody listens at some addresses.
+        bound: makes `arbiter` of the claims in an entry, so that a call of it ends.
 
     Raises:
         StoreUnreachable, StoreRefused: as every call of etcd; not where `earlier` names somebody.
@@ -166,11 +167,12 @@ class EtcdFinder:
         earlier: Callable[[], Sequence[Address]] = lambda: (),
         repeat: Callable[[float, Callable[[], None]], Callable[[float], None]] = repeat,
         probe_all: Callable[[Sequence[Address]], Sequence[Probe]] = probe_all,
+        bound: Callable[[Claims], Arbiter] = lambda claims: claims,
     ) -> None:
         self._connections, self._settings, self._clock = connections, connections.settings, connections.clock
         self._run_id, self._uid, self._address, self._seconds = run_id, uid, address, lease
         self._check, self._log, self._warn = check, log, warn
-        self._earlier, self._probe_all = earlier, probe_all
+        self._earlier, self._probe_all, self._bound = earlier, probe_all, bound
         self._etcd = Etcd(connections, deadline=ATTEMPT_SECONDS, attempt_seconds=ATTEMPT_SECONDS / 2)
         grace = self._settings.grace
         self._silence, self._next_keep = EtcdSilence(grace, log, warn, self._clock), 0.0
@@ -178,7 +180,7 @@ class EtcdFinder:
         patient = Etcd(connections, deadline=grace, before_retry=self._before_retry)
         self._own: NodeLease | None = None
         """None before one could be opened"""
-        self._arbiter = arbiter_in(None)
+        self._arbiter = bound(arbiter_in(None))
         self._no_entry: ElasticTrainError | None = None  # why
         is_known = bool(earlier())
         try:
@@ -188,20 +190,19 @@ class EtcdFinder:
                 connections.close()
                 raise
             log(f"no entry of the job in etcd yet, so this node asks the members that it knows: {error}")
-        self._looked_at = -1e9
         self._seen: tuple[Address, ...] = ()
         self._stood: tuple[list[str], float] = ([], 0.0)
         """what was shown, and since when"""
         self._sign: tuple[str, Sequence[Address], str, bool] | None = None
         """what this process shows: a key's name, stores, a job's token, and whether only where nothing is shown"""
-        self._shown_at, self._num_shown = -1e9, 0
+        self._looked_at, self._shown_at, self._num_shown = -1e9, -1e9, 0
         self._last_read: str | None = None
         """what was shown, by the last turn of the thread that keeps it"""
         self._other_jobs: tuple[Address, ...] = ()
         """found since they were last asked for"""
         self._end_turns = repeat(KEEP_SECONDS, self._keep)
 
-    def arbiter(self) -> Claims:
+    def arbiter(self) -> Arbiter:
         """Whose claims lie in the newest entry that this process has opened; the same object as long as that lasts."""
         return self._arbiter
 
@@ -219,13 +220,12 @@ class EtcdFinder:
         except (StoreUnreachable, StoreRefused) as error:
             self._no_entry = error
             raise
-        before = None if self._own is None else self._own.job.prefix
-        if before != own.job.prefix:
-            self._arbiter = arbiter_in(own)
-            if before is not None and self._has_world:
-                self._warn(ENTRY_LOST)
-        self._own = own
+        before, self._own = self._own, own
         self._next_keep = self._clock() + own.seconds_between
+        if before is None or before.job.prefix != own.job.prefix:
+            self._arbiter = self._bound(arbiter_in(own))
+            if before is not None and self._has_world:
+                self._warn(ENTRY_LOST)  # the last: it may hang, or raise
 
     def _before_retry(self, why: str) -> None:
         """Between two attempts of the training thread: it can be stopped, and says what it waits for."""

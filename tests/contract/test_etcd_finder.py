@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_train.elastic.claims import Bounded
 from elastic_train.errors import Stopped, StoreRefused, StoreUnreachable
-from elastic_train.protocol.arbiter import MOST_REMOVED, OUTDATED, ArbiterSilent
+from elastic_train.protocol.arbiter import MOST_REMOVED, OUTDATED, Arbiter, ArbiterSilent, Claims
 from elastic_train.rendezvous import etcd_finder, etcd_job
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections, Entry
@@ -189,6 +190,34 @@ def test_an_entry_that_has_run_out_is_opened_anew(make: Make, listener: Address,
     assert finder.arbiter().claim("job", 0, "b") == "b"
     assert finder.arbiter() is finder.arbiter()
     assert said == [etcd_finder.ENTRY_LOST]
+
+
+def test_a_warning_that_raises_leaves_no_worker_between_two_entries(make: Make, listener: Address) -> None:
+    """Each entry has one arbiter: another one would end one more world."""
+
+    def bound(claims: Claims) -> Arbiter:
+        made.append(Bounded(claims))
+        return made[-1]
+
+    def warn(text: str) -> None:
+        told.append((text, finder.arbiter(), finder._own.job.prefix))
+        raise OSError("the disk is full")
+
+    made: list[Arbiter] = []
+    told: list[tuple[str, Arbiter, str]] = []
+    finder = make(listener, bound=bound, warn=warn)
+    finder.keep(has_world=True)
+    before = finder._own.job
+    assert finder.arbiter() is made[-1]
+    finder._own.store.etcd.revoke(before.lease)
+    finder._next_keep = 0.0
+    wait_until(lambda: finder._own.job.prefix != before.prefix, "another entry", PATIENCE)
+    wait_until(lambda: bool(told), "the warning", PATIENCE)
+    finder._next_keep = 0.0
+    wait_until(lambda: finder._next_keep > 0.0, "a turn after it", PATIENCE)
+    assert told == [(etcd_finder.ENTRY_LOST, made[-1], finder._own.job.prefix)]
+    assert finder.arbiter() is made[-1]
+    assert len(made) == 3, "without an entry, in the first, and in the second"
 
 
 def test_an_entry_with_a_shorter_lease_than_the_workers_does_not_run_out(
