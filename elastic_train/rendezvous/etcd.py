@@ -18,6 +18,7 @@ have been applied: every value that etcd_store.py writes carries a stamp of its 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from elastic_train.errors import StoreRefused, StoreUnreachable
 from elastic_train.protocol.heartbeat import AwakeTime
 from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS, Connections, Entry, end_of, entry_of
 from elastic_train.rendezvous.etcd_errors import (
+    LeaseExists,
     LeaseLost,
     TlsRefused,
     TokenRefused,
@@ -153,10 +155,15 @@ class Etcd:
 
     # --- leases -------------------------------------------------------------------------------------------------------
 
-    def grant(self, seconds: float) -> int:
-        """A lease for whole seconds, rounded up; etcd may make it longer (1.5 election timeouts at least)."""
-        request = self._rpc.LeaseGrantRequest(TTL=max(1, -int(-seconds // 1)), ID=0)
-        lease = int(self._call(lambda client: client.leasestub.LeaseGrant, request).ID)
+    def grant(self, seconds: float, lease: int = 0) -> int:
+        """A lease for whole seconds, rounded up; etcd may make it longer (1.5 election timeouts at least).
+
+        Args:
+            lease: its number, drawn by the caller, with which a repeated call makes no second one; 0: etcd draws it.
+        """
+        request = self._rpc.LeaseGrantRequest(TTL=max(1, -int(-seconds // 1)), ID=lease)
+        with contextlib.suppress(LeaseExists):  # a call was made whose reply was lost
+            lease = int(self._call(lambda client: client.leasestub.LeaseGrant, request).ID)
         self.connections.has_written = True
         return lease
 

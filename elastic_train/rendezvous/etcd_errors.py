@@ -23,6 +23,10 @@ class LeaseLost(Exception):
     """A key was to be put under a lease that has run out, or was revoked."""
 
 
+class LeaseExists(Exception):
+    """A lease was to be granted that is there."""
+
+
 class Compacted(Exception):
     """A revision of the past is not kept any more."""
 
@@ -81,7 +85,7 @@ def judge_tls(text: str, endpoint: str, settings: EtcdSettings) -> TlsRefused | 
 
 
 def judge(error: Any, *, has_answered: bool = False, has_written: bool = False) -> Exception:
-    """What a gRPC error means: Transient, TokenRefused, LeaseLost, Compacted, or StoreRefused for all that stays.
+    """What a gRPC error means: StoreRefused for all that stays, else one of the above.
 
     Args:
         has_answered: whether a call was answered once. Then the password was good, and the new one may not be in its
@@ -97,6 +101,8 @@ def judge(error: Any, *, has_answered: bool = False, has_written: bool = False) 
         return TokenRefused(text)
     if code == codes.NOT_FOUND and "lease not found" in text:
         return LeaseLost(text)
+    if code == codes.FAILED_PRECONDITION and "lease already exists" in text:
+        return LeaseExists(text)
     if code == codes.OUT_OF_RANGE:
         return Compacted(text)
     if code == codes.RESOURCE_EXHAUSTED and "received message larger than max" in text:

@@ -63,10 +63,12 @@ def open_job(etcd: Etcd, settings: EtcdSettings, run_id: str, lease_seconds: flo
     """
     key = f"{settings.prefix}/{run_id}/job"
     lease_seconds = max(MIN_LEASE_SECONDS, 2 * settings.grace, lease_seconds)
+    lease = secrets.randbits(62) | 1  # one, however often a slow etcd is asked for it
     for _ in range(MOST_TURNS):
         entry = etcd.get(key)
         if entry is None:
-            token, lease = secrets.token_hex(6), etcd.grant(lease_seconds)
+            token = secrets.token_hex(6)
+            etcd.grant(lease_seconds, lease)
             value = NO_STAMP + json.dumps([token, lease, lease_seconds]).encode()
             etcd.transact(
                 Transaction([etcd.is_at(key, 0)], [etcd.put_request(key, value, lease)], [])
@@ -120,7 +122,13 @@ def leave_job(
     etcd: Etcd, job: JobEntry, worker: str, probe_all: Callable[[Sequence[Address]], Sequence[Probe]]
 ) -> None:
     """Cross a worker out; remove the job where no other is left but those at whose address nobody listens. Who lives
-    may have heard nothing of etcd for long; so an entry with one that does not answer is left to its lease."""
+    may have heard nothing of etcd for long; so an entry with one that does not answer is left to its lease.
+
+    Raises:
+        LeftOut: the entry was lost. Another one may have been created by the same revision, in a cluster that came
+            back empty.
+    """
+    job.keep(etcd)
     noted = f"{job.prefix}/workers/"
     etcd.delete(noted + worker)
     others, _ = etcd.below(noted)

@@ -111,9 +111,12 @@ class EtcdServer:
 
     def grant(self, request: Any) -> Any:
         self._num_leases += 1
-        self._leases[self._num_leases] = request.TTL, self._kernel.now + request.TTL
-        self._kernel.after(request.TTL, self._expire, self._num_leases)
-        return self._rpc.LeaseGrantResponse(ID=self._num_leases, TTL=request.TTL)
+        lease = request.ID or self._num_leases
+        if lease in self._leases:
+            raise Failed(grpc.StatusCode.FAILED_PRECONDITION, "etcdserver: lease already exists")
+        self._leases[lease] = request.TTL, self._kernel.now + request.TTL
+        self._kernel.after(request.TTL, self._expire, lease)
+        return self._rpc.LeaseGrantResponse(ID=lease, TTL=request.TTL)
 
     def keep_alive(self, request: Any) -> Any:
         seconds, _ = self._leases.get(request.ID, (0, 0))
