@@ -18,7 +18,7 @@ class Keys:
     They are those of one job's entry, behind its guard (etcd_job.py). Where that is lost, because etcd came back empty
     or has heard of none of its members for long, no claim can be made in it any more, by anybody. But one may have been
     made before, and who made it may have gone on by it, and be silent now. So in a world that saw the entry this counts
-    as a place that does not answer, whose silent members are waited for; the next world sees another entry.
+    as a place that does not answer, whose silent members are waited for; a later world sees another entry.
 
     Raises, from `create`: ArbiterLost where it is.
 
@@ -64,7 +64,7 @@ class Keys:
         return [entry.key.removeprefix(prefix) for entry in found]
 
     def written_at(self, name: str) -> float:
-        """Nothing here grows old: each name is a few bytes, and goes with the job."""
+        """Nothing here grows old: each name is a few bytes, and goes with the entry, however many starts that has."""
         return 0.0
 
 

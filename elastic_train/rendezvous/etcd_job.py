@@ -2,9 +2,9 @@
 
 `<prefix>/<run id>/job` names the job that has the run id now: a token, below which all its keys are, and the lease
 that they are put under. Everybody in it keeps the lease alive; when the last one is gone it runs out and leaves
-nothing. Nothing is written unless the key is still the one that its writer knows (the guard of etcd_store.py). Each
-worker (etcd_finder.py), and each of torchrun's agents where those meet in it (etcd_handler.py), has a lease of its own
-besides.
+nothing. A start of the same run id before that goes on in it, with what the killed have left there. Nothing is written
+unless the key is still the one that its writer knows (the guard of etcd_store.py). Each worker (etcd_finder.py), and
+each of torchrun's agents where those meet in it (etcd_handler.py), has a lease of its own besides.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elastic_train.world import Address
 
 MIN_LEASE_SECONDS = 60.0
 MOST_PROBED = 16
-"""others of whom it is looked at the end who is dead"""
+"""others of whom it is looked at the end who is dead; where there are more the entry is left to its lease"""
 MOST_TURNS = 100
 """of others who open and end the job in the same moments"""
 MOST_BETWEEN = 15.0
