@@ -24,8 +24,8 @@ from tests.simulation.ring_parts import Commit
 from tests.simulation.work import Work
 from tests.simulation.worker import Worker
 
-HEAL_SECONDS = 5.0
-"""after a full heal: then all are together"""
+HEAL_SECONDS = 7.0
+"""after a full heal: then all are together; one that was frozen may have to learn of two worlds, one after the other"""
 
 
 @dataclass
