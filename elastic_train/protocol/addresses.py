@@ -10,10 +10,13 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from elastic_train.errors import UsageError, first_line
 from elastic_train.protocol.names import look_up
-from elastic_train.world import Address
+
+if TYPE_CHECKING:  # torchrun's agent needs nothing else of it
+    from elastic_train.world import Address
 
 DEFAULT_PORT, MAX_PORT = 29400, 65535
 NOBODY, NOBODY_V6 = "192.0.2.1", "2001:db8::1"

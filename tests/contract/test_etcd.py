@@ -187,6 +187,7 @@ except StoreUnreachable:
     assert told.count("waits") > 1, "for more than one attempt"
 
 
+@pytest.mark.slow
 def test_an_agent_that_was_suspended_for_longer_than_the_grace_goes_on(trio: OwnEtcd) -> None:
     """It is asked before it has had an answer."""
     code = """
@@ -401,7 +402,7 @@ def make_agent(cluster: OwnEtcd, run_id: str) -> AgentsHandler:
     return AgentsHandler(parameters, settings, AgentSeconds(lease=10.0, join_timeout=PATIENCE, read_timeout=PATIENCE))
 
 
-@pytest.mark.parametrize("is_one_through", [False, True])
+@pytest.mark.parametrize("is_one_through", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_newcomer_restarts_nobody_once_one_agent_is_through(trio: OwnEtcd, is_one_through: bool) -> None:
     """It comes to no other round: whoever went there would wait until torchrun's exit barrier gives up."""
     with ThreadPoolExecutor(3) as threads:

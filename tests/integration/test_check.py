@@ -145,6 +145,7 @@ def test_alone_with_a_store_that_refuses_and_a_world_that_is_too_small(cluster: 
     assert any("--snapshot-key missing.key cannot be read" in line for line in found)
 
 
+@pytest.mark.slow
 def test_alone_with_a_stranger_at_the_port_and_a_task_that_fails(cluster: Cluster) -> None:
     (cluster.path / "broken.py").write_text(
         "from elastic_train.training.tasks import Task\n\n\nclass Broken(Task):\n    def build_model(self):\n"

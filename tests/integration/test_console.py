@@ -76,6 +76,7 @@ def test_status_over_the_life_of_a_run(cluster: Cluster) -> None:
     assert console("snapshot", "list", cluster.run_dir).splitlines()[1].split()[0] == "460"
 
 
+@pytest.mark.slow
 def test_status_of_a_start_that_failed(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "elastic_train", "--run-dir", "run", "--lr", "1e30", "--optimizer", "sgd"],

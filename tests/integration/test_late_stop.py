@@ -170,12 +170,9 @@ def check_continued(cluster: Cluster, nodes: list[Node]) -> None:
     assert found.passed, found.reasons
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("long", "step", "signum"),
-    [
-        ("step 9", 8, signal.SIGTERM),
-        pytest.param("evaluation 3", 6, signal.SIGINT, marks=pytest.mark.slow),
-    ],
+    ("long", "step", "signum"), [("step 9", 8, signal.SIGTERM), ("evaluation 3", 6, signal.SIGINT)]
 )
 def test_stop_in_a_long_step_or_evaluation(cluster: Cluster, long: str, step: int, signum: signal.Signals) -> None:
     command = [PYTHON, "impatient.py", "--run-dir", str(cluster.run_dir), *FLAGS]

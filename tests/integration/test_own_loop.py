@@ -76,6 +76,7 @@ def noted(cluster: Cluster, pattern: str) -> list[list[str]]:
     return sorted(json.loads(path.read_text()) for path in cluster.path.glob(f"{pattern}.json"))
 
 
+@pytest.mark.slow
 def test_a_node_is_killed_and_another_one_joins(cluster: Cluster) -> None:
     epochs = 300  # nobody waits for the one that joins
     flags = ("--epochs", str(epochs), "--ledger", "--peer-timeout", "2")

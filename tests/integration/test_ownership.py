@@ -190,11 +190,12 @@ def test_every_node_gets_the_same_result(cluster: Cluster) -> None:
 OWN_LOOP = (str(Path(elastic_ddp.__file__)),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "program"),
     [
         (("--max-steps", "12"), OWN_LOOP),
-        pytest.param(("--max-steps", "12", "--ema-decay", "0.9"), ("-m", "elastic_train"), marks=pytest.mark.slow),
+        (("--max-steps", "12", "--ema-decay", "0.9"), ("-m", "elastic_train")),
     ],
     ids=["own loop", "averaged"],
 )

@@ -96,34 +96,32 @@ def test_stop_in_mid_epoch_and_continue_with_other_world_sizes(cluster: Cluster)
     steps_per_epoch = -(-LENGTH // batch)
     flags = ("--ledger", "--snapshot-every", "7", "--global-batch-size", str(batch), "--epochs", str(epochs))
     delays = random.Random(5)
-    stopped_at = [0]
-    for nodes in (2, 1):
-        started = cluster.start(*flags, nodes=nodes)
-        wait_for_step(cluster.run_dir, stopped_at[-1] + 30)  # by these nodes, whose agents handle signals by then
-        for node in started:
-            node.signal(signal.SIGTERM)
-            time.sleep(delays.uniform(0, 0.5))  # the signals of a scheduler do not arrive at one moment
-        cluster.finish(started, code=1)  # torchrun's own code for a stopped job
-        stopped_at.append(last_step(cluster.run_dir))
-        assert outcomes(cluster.run_dir)[-nodes:] == ["stopped"] * nodes
-        steps = {event["step"] for event in events(cluster.run_dir, "done")[-nodes:]}
-        assert steps == {stopped_at[-1]}, "all ranks stop at the same step"
-        assert newest_snapshot(cluster.run_dir)[0].step == stopped_at[-1]
-    assert any(step % steps_per_epoch for step in stopped_at), "stopped in mid-epoch"
+    started = cluster.start(*flags, nodes=2)
+    wait_for_step(cluster.run_dir, 30)  # their agents handle signals by then
+    for node in started:
+        node.signal(signal.SIGTERM)
+        time.sleep(delays.uniform(0, 0.5))  # the signals of a scheduler do not arrive at one moment
+    cluster.finish(started, code=1)  # torchrun's own code for a stopped job
+    stopped_at = last_step(cluster.run_dir)
+    assert outcomes(cluster.run_dir) == ["stopped"] * 2
+    steps = {event["step"] for event in events(cluster.run_dir, "done")}
+    assert steps == {stopped_at}, "all ranks stop at the same step"
+    assert newest_snapshot(cluster.run_dir)[0].step == stopped_at
+    assert stopped_at % steps_per_epoch, "stopped in mid-epoch"
 
     cluster.finish(cluster.start(*flags, nproc=3))
     end = result(cluster.run_dir)
     assert end["step"] == epochs * steps_per_epoch
     assert end["test_accuracy"] >= 0.97
-    assert end["generations"] == 3
-    assert [incident["committed_steps_lost"] for incident in end["incidents"]] == [0, 0]
+    assert end["generations"] == 2
+    assert [incident["committed_steps_lost"] for incident in end["incidents"]] == [0]
     assert sum(value for name, value in end["goodput"].items() if name not in ("wall", "ratio")) == pytest.approx(
         end["wall_seconds"]
     )
     check_ledger([cluster.run_dir], length=LENGTH, batch=batch, steps=end["step"])
     steps_seen = [event["step"] for event in events(cluster.run_dir, "step")]
     assert steps_seen == list(range(1, end["step"] + 1)), "every committed step once"
-    assert worlds(cluster.run_dir) == [(0, 2), (1, 1), (2, 3)]
+    assert worlds(cluster.run_dir) == [(0, 2), (1, 3)]
 
 
 @pytest.mark.slow

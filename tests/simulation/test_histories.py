@@ -14,7 +14,7 @@ from tests.simulation.plan import Fault, Plan
 from tests.simulation.processes import two_processes
 from tests.simulation.simulator import Simulation, failures_of, shrink
 
-NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_HISTORIES", "4000"))
+NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_HISTORIES", "2400"))
 """of all forms together"""
 FIRST_SEED = int(os.environ.get("ELASTIC_TRAIN_FIRST_SEED", "0"))
 CHUNK = 50
