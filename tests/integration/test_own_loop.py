@@ -716,6 +716,7 @@ def test_workers_whose_gradients_nobody_averages_do_not_train(cluster: Cluster) 
         assert "to continue" not in error_line(node), "it would fail again"
 
 
+@pytest.mark.slow
 def test_a_parameter_without_a_gradient_ends_the_first_step_before_the_optimizers(cluster: Cluster) -> None:
     """DDP has summed nothing then, and would say so in the second step."""
     unused = "model.register_parameter('unused', torch.nn.Parameter(torch.ones(1)))\noptimizer = "
@@ -1100,6 +1101,7 @@ elastic_train.run(train, model, optimizer, data, elastic_train.parse_flags())
 """
 
 
+@pytest.mark.slow
 def test_a_loss_over_all_samples_of_a_step_as_the_readme_has_it(cluster: Cluster) -> None:
     """64 samples on three ranks, and two at the end of an epoch, are those of one rank."""
     readme = (Path(own_loop.__file__).parents[1] / "training" / "README.md").read_text()

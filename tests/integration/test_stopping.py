@@ -91,7 +91,14 @@ def at_hangup() -> Iterator[Callable[[signal.Handlers], object]]:
     signal.signal(signal.SIGHUP, inherited)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
+)
 def test_signal_saves_and_stops(
     cluster: Cluster, signum: int, code: int, at_hangup: Callable[[signal.Handlers], object]
 ) -> None:
@@ -150,6 +157,7 @@ def test_signal_to_one_worker_alone(cluster: Cluster) -> None:
     check_ledger([cluster.run_dir], length=1437, batch=64, steps=stopped_at)
 
 
+@pytest.mark.slow
 def test_second_interrupt_exits_at_once(cluster: Cluster) -> None:
     """In the middle of a step that does not end; the first one waits for the end of the step in hand."""
     (cluster.path / "slow.py").write_text(SLOW_TASK)

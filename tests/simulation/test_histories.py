@@ -43,7 +43,7 @@ class Small:
     second_stride: int
 
 
-SMALL = [Small(2, None, 8, 16), Small(2, 60.0, 16, 32), Small(3, None, 32, 128), Small(3, 60.0, 64, 128)]
+SMALL = [Small(2, None, 8, 16), Small(2, 60.0, 16, 32), Small(3, None, 32, 128), Small(3, 60.0, 128, 128)]
 if STRIDES:
     chosen, every_first, every_second = map(int, STRIDES.split(":"))
     SMALL = [Small(chosen, lease, every_first, every_second) for lease in (None, 60.0)]
