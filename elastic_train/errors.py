@@ -37,6 +37,7 @@ Anything else that reaches the end of the process is a bug, ours or the task's, 
 
 from __future__ import annotations
 
+import errno
 import logging
 import signal
 import sys
@@ -283,6 +284,10 @@ def kind_and_line(error: BaseException) -> str:
 def add_own_note(error: BaseException, note: str) -> None:
     """Below its traceback, and in its one line: the error's own words seldom say where it was."""
     error.add_note(OWN_NOTE + note)
+
+
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""the numbers of an OSError after which there may be room again"""
 
 
 def cause_of(error: OSError) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -10,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.snapshot_schedule import SnapshotSchedule
 from elastic_train.elastic.worker import Worker
-from elastic_train.errors import NewerGeneration, OwnershipLost, SnapshotError
+from elastic_train.errors import DISK_FULL, NewerGeneration, OwnershipLost, SnapshotError
 from elastic_train.observe.reporting import Reporter
 from elastic_train.runlog.goodput import Phase
 from elastic_train.snapshot_interval import interval_of
@@ -323,7 +322,7 @@ def _save_last(
         return writer.save(state.state_dict(), **position, fleet=fleet, is_stop=is_stop)
     except SnapshotError as error:
         cause = error.__cause__
-        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        is_full = isinstance(cause, OSError) and cause.errno in DISK_FULL
         removed = writer.make_room(state.state_dict()) if is_full and not state.branches else []
         if not removed:
             raise

@@ -12,7 +12,6 @@ of one that only ever goes on, of this machine alone.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -20,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic_train.errors import write_line
+from elastic_train.errors import DISK_FULL, write_line
 from elastic_train.runlog.strict_json import line_of
 
 if TYPE_CHECKING:
@@ -30,10 +29,6 @@ if TYPE_CHECKING:
 
 FINISHED = frozenset({"finished", "already_finished"})
 """the outcomes in a `done` event of who reached the end"""
-
-
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""where there may be room again, and a failure takes no time"""
 
 
 class JsonLines:
@@ -68,7 +63,7 @@ class JsonLines:
                 os.write(self._fd, b"\n")  # the disk filled up within the line: end it, so that readers skip only it
         except OSError as error:
             self.close()  # the next line begins behind a newline, where this one was cut off
-            self._is_given_up = error.errno not in FULL
+            self._is_given_up = error.errno not in DISK_FULL
             if self._is_given_up or not self._has_failed:
                 what = "is given up" if self._is_given_up else "misses lines until there is room"
                 write_line(f"warning: {self.path} {what}: {error.strerror}; training goes on")

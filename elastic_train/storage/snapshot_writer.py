@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, NotRequired, TypedDict, Unpack
 
 from elastic_train.branches import Branches
-from elastic_train.errors import SnapshotError, cause_of
+from elastic_train.errors import DISK_FULL, SnapshotError, cause_of
 from elastic_train.storage.appearance import Flight
 from elastic_train.storage.local_folder import LocalFolder
 from elastic_train.storage.retention import Retention
@@ -261,7 +261,7 @@ def _versions() -> dict[str, str]:
 
 def _unwritten(path: SnapshotPlace, error: OSError) -> SnapshotError:
     advice = ""  # what helps, beside another folder
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in DISK_FULL:
         advice = "free some space there or "
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         advice = "make the folder writable for this user or "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 
+from elastic_train.errors import DISK_FULL
 from elastic_train.preemption import SAVE_SOONER, Fit, fit_of
 from elastic_train.storage.shares import LEAST_BYTES
 from elastic_train.storage.store_urls import is_url
@@ -134,7 +134,7 @@ def snapshot_directory_is_one(gathered: Gathered) -> list[Finding]:
     findings = []
     workers = gathered.workers
     for error, ranks in errors(gathered, lambda worker: worker.snapshot_dir_error):
-        is_full = any(os.strerror(code) in error for code in (errno.ENOSPC, errno.EDQUOT))
+        is_full = any(os.strerror(code) in error for code in DISK_FULL)
         mend = "free space there" if is_full else "mount it, give its user the right to write"
         findings += breaks(
             f"{nodes_of(gathered, ranks)} cannot write to {workers[ranks[0]].snapshot_dir}: {error}",
