@@ -216,7 +216,7 @@ class Joins:
             self._has_said_now = True
             return NOW
         if plan is None:
-            return NOW if self._is_end_due() else 0
+            return NOW if self._is_outlived() else 0
         is_stale = self._world is None or plan.parent != self._world.uid  # that world has ended otherwise
         if preparation is None or is_stale or (preparation.failure is not None and not preparation.is_decided):
             absent = () if preparation is None else preparation.absent
@@ -247,10 +247,10 @@ class Joins:
     @property
     def is_end_due(self) -> bool:
         """Whether the present world should end: newcomers are to be admitted in the plain way, or others go on."""
-        return bool(self._admits) or self._is_end_due()
+        return bool(self._admits) or self._is_outlived()
 
-    def _is_end_due(self) -> bool:
-        """Whether the present world should end for no newcomer's sake."""
+    def _is_outlived(self) -> bool:
+        """Whether the present world should end for no newcomer's sake: others go on, or its arbiter is elsewhere."""
         world = self._world
         return self._is_superseded() or (world is not None and world.rank == 0 and self._job.place.has_moved(world.uid))
 
