@@ -74,7 +74,7 @@ def _name_operators_in_warnings(warn: Callable[[str], None]) -> None:
 def fingerprint(device: torch.device) -> dict[str, str | int]:
     """What the bits depend on, of this process as it is now: plain values, to be kept with a snapshot."""
     found: dict[str, str | int] = {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a str of its own kind, which no snapshot takes
         "machine": platform.machine(),
         "cpu": _cpu_kind(processor_facts()),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
