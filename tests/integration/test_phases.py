@@ -147,7 +147,8 @@ def test_a_poisoned_step_ends_the_job(cluster: Cluster) -> None:
     nodes = start_with_fault(cluster, "error@step:rank=0,step=60")
     for node in nodes:
         node.wait(60)
-    assert sum("RuntimeError: fault error@step" in node.text() for node in nodes) == 2
+    assert sum("\nRuntimeError: fault error@step" in node.text() for node in nodes) == 2, "by its own traceback"
+    assert sum("step 61 fails on every member that tries it" in node.text() for node in nodes) >= 1
     assert last_step(cluster.run_dir) == 60
 
 
