@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import re
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any, cast
@@ -23,7 +23,7 @@ from typing import IO, Any, cast
 from elastic_train.errors import ObjectStoreError
 from elastic_train.storage.parts import AT_ONCE, Part, PartSender
 from elastic_train.storage.snapshot import MANIFEST_FILE
-from elastic_train.storage.state_bytes import is_odd, rebuilt, write_state
+from elastic_train.storage.state_bytes import ALIKE, is_odd, rebuilt, write_state
 
 SHARE_BYTES = 2**23
 """of a part: 8 MiB are 0.3 s at 200 Mbit/s; who dies has lost three of them at most, and nobody waits long for a last
@@ -51,7 +51,8 @@ class Fleet:
     index: int
     """of this node"""
     equal: frozenset[str]
-    """names in the model's state of what all have alike; the optimizer's tensors are, too"""
+    """names in the model's state of what all have alike, and in that of its averaged weights; the optimizer's tensors
+    are, too"""
     seconds_left: Callable[[], float | None]
     """until this node is taken away; None where that is not known"""
     is_first_lost: Callable[[], bool] = lambda: False
@@ -63,31 +64,28 @@ class Fleet:
 
 
 class SharedState:
-    """A state in an order in which all that is alike lies together. Calling it writes it into a file.
+    """A state, and before it once more what is alike, which torch.save writes where it comes first, and once. Calling
+    it writes it into a file.
 
     Args:
         state: as `TrainState.state_dict` gives it, the writer's own copy.
     """
 
     def __init__(self, state: dict[str, Any], fleet: Fleet) -> None:
-        model = state["model"]
-        ordered = type(model)()
-        for is_equal in (True, False):
-            ordered.update({name: value for name, value in model.items() if (name in fleet.equal) is is_equal})
-        if isinstance(model, OrderedDict):
-            vars(ordered).update(vars(model))  # Module.state_dict() keeps module versions there, in _metadata
-        others = {name: value for name, value in state.items() if name not in ("model", "optimizer")}
-        # What is alike first: torch.save numbers all tensors, and the numbers are among the bytes.
-        self._state = {"optimizer": state["optimizer"], "model": ordered, **others}
+        weights = [state["model"], state["extras"].get("ema", {})]
+        equal = [[value for name, value in one.items() if name in fleet.equal] for one in weights]
         alike: list[Any] = []
-        rebuilt([state["optimizer"], [value for name, value in ordered.items() if name in fleet.equal]], alike.append)
-        memories = [tensor.untyped_storage() for tensor in alike if not is_odd(tensor)]
-        memories = [memory for memory in memories if memory.nbytes()]
+        rebuilt([state["optimizer"], equal], alike.append)
+        alike = [tensor for tensor in alike if not is_odd(tensor)]
+        memories = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in alike)}
+        addresses = [address for address, size in memories.items() if size]
+        # First of all: torch.save numbers all tensors, and the numbers are among the bytes.
+        self._state = {ALIKE: alike, **state}
         self.fleet = fleet
-        self.num_bytes = sum(memory.nbytes() for memory in memories)
-        self.first = memories[0].data_ptr() if memories else 0
+        self.num_bytes = sum(memories.values())
+        self.first = addresses[0] if addresses else 0
         """address of the first tensor that all have alike"""
-        self.last = memories[-1].data_ptr() if memories else 0
+        self.last = addresses[-1] if addresses else 0
 
     def __call__(self, file: object) -> None:
         write_state(self._state, file)

@@ -8,6 +8,7 @@ import io
 import os
 import re
 import threading
+import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ _PLAIN_TYPES = frozenset([type(None), bool, int, float, complex, str, bytes])
 
 NUMBERS_AT_ONCE = 2**24
 """of which a writer looks whether one is NaN: so many bytes of memory"""
+
+ALIKE = "alike"
+"""name in a file that several nodes have written together, of the tensors that all had alike; its state has them too"""
 
 AT_ONCE = 2**19
 """bytes that are written and hashed in turn: they stay in a core's cache in between"""
@@ -65,6 +69,16 @@ def read_state(file: IO[bytes], map_location: str | torch.device | None, source:
         raise SnapshotError(
             f"{source} was refused: it is no zip archive, as torch.save writes them; nothing of it was run"
         )
+    try:
+        entries = zipfile.ZipFile(file).infolist()
+        size = file.seek(0, os.SEEK_END)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise SnapshotError(f"{source} cannot be read: {first_line(error)}") from error
+    except OSError as error:
+        raise SnapshotDamaged(f"{source} cannot be read: {cause_of(error)}") from error
+    # A few bytes could else become any number of them.
+    if any(one.compress_type != zipfile.ZIP_STORED for one in entries) or sum(one.file_size for one in entries) > size:
+        raise SnapshotError(f"{source} was refused: its tensors are compressed or overlap, as torch.save writes none")
     file.seek(0)
     try:
         state = torch.load(file, map_location=map_location, weights_only=True)
@@ -81,6 +95,7 @@ def read_state(file: IO[bytes], map_location: str | torch.device | None, source:
         raise SnapshotError(f"{source} cannot be read: {first_line(error)}") from error
     if not isinstance(state, dict):
         raise SnapshotError(f"{source} was refused: it holds a {type(state).__name__}, not a state dict")
+    state.pop(ALIKE, None)
     return state
 
 

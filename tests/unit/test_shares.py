@@ -64,7 +64,7 @@ def fleet(index: int, seconds_left: float | None = None) -> Fleet:
 
 
 def state_of(step: int, node: int) -> dict[str, Any]:
-    """What a node holds: `b`, a buffer, and `run` are its own."""
+    """What a node holds: `b`, a buffer, an extra and `run` are its own; of averaged weights only `b` is."""
     generator = torch.Generator().manual_seed(step)
     model = {
         "w": torch.full((5000,), float(step)),
@@ -72,7 +72,9 @@ def state_of(step: int, node: int) -> dict[str, Any]:
         "v": torch.rand(3000, generator=generator),
     }
     momentum = torch.rand(5000, generator=generator)
+    averaged = {name: value if name == "b" else value / 2 for name, value in model.items()}
     return {
+        "extras": {"critic": {"w": torch.full((300,), float(node))}, "ema": averaged},
         "model": model,
         "optimizer": {"state": {0: {"momentum": momentum, "step": torch.tensor(float(step))}}, "param_groups": []},
         "run": {"step": step, "who": "x" * 100 * node, "extras": [torch.ones(1)] * node},
@@ -173,7 +175,7 @@ def test_what_all_have_alike_is_cut_alike_wherever_it_lies(part_bytes: int) -> N
     found = [cut(state_of(1, node), part_bytes) for node in range(3)]
     bodies = [[part for part in parts if part[0] == BODY] for parts, _ in found]
     assert bodies[0] == bodies[1] == bodies[2]
-    assert len(bodies[0]) >= (5000 + 3000 + 5000) * 4 // part_bytes
+    assert len(bodies[0]) >= (5000 + 2 * (3000 + 5000)) * 4 // part_bytes, "averaged weights, too"
     assert [zone for zone, _ in itertools.groupby(zone for zone, _, _ in found[0][0])] == [HEAD, BODY, TAIL]
     heads = [[part for part in parts if part[0] == HEAD] for parts, _ in found]
     assert heads[0] != heads[1]
@@ -191,16 +193,17 @@ def test_what_is_cut_is_what_torch_reads(tmp_path: Any) -> None:
     assert set(state) == set(wanted)
     assert state["run"] == wanted["run"]
     assert all(torch.equal(state["model"][name], tensor) for name, tensor in wanted["model"].items())
+    found, wanted = state["extras"]["ema"], wanted["extras"]["ema"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 def test_a_modules_metadata_stays_and_a_state_without_tensors_is_no_ones_share() -> None:
     model = torch.nn.BatchNorm1d(4)
-    state = {"model": model.state_dict(), "optimizer": {"state": {}}}
+    state = {"model": model.state_dict(), "optimizer": {"state": {}}, "extras": {}}
     shared = SharedState(state, Fleet(HOSTS, 0, frozenset({"weight", "bias"}), lambda: None))
-    assert list(shared._state["model"]) == ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
     assert shared._state["model"]._metadata == state["model"]._metadata
     assert shared.num_bytes == 32
-    assert {zone for zone, _, _ in cut({"model": {}, "optimizer": {}})[0]} == {HEAD}
+    assert {zone for zone, _, _ in cut({"model": {}, "optimizer": {}, "extras": {}})[0]} == {HEAD}
 
 
 # --- who sends what ---------------------------------------------------------------------------------------------------
@@ -215,12 +218,12 @@ def test_each_node_sends_every_third_part_and_the_first_one_the_rest(url: str) -
     require_whole(bucket, 5)
     parts = parts_of(bucket)
     body = body_of(parts)
-    assert len(body) == 13
-    assert [part["host"] for part in body] == [HOSTS[number % 3] for number in range(13)]
+    assert len(body) == 21
+    assert [part["host"] for part in body] == [HOSTS[number % 3] for number in range(21)]
     assert {part["host"] for part in parts if part not in body} == {"one"}
     assert first.bytes == sum(part["bytes"] for part in parts)
-    assert [arms[index].calls for index in (1, 2)] == [4, 4]
-    assert arms[0].calls == 5 + len(parts) - len(body) + 1, "and the manifest"
+    assert [arms[index].calls for index in (1, 2)] == [7, 7]
+    assert arms[0].calls == 7 + len(parts) - len(body) + 1, "and the manifest"
 
 
 def test_a_small_state_is_left_to_the_first(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +239,7 @@ def test_a_small_state_is_left_to_the_first(url: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_node_that_dies_at_any_call_of_its_share(url: str, moment: str) -> None:
     """The two others send what is missing of it."""
-    for number in range(1, 5):
+    for number in range(1, 8):
         place = f"{url}/{number}"
         arms = {index: counting_arm(place) for index in range(3)}
         setattr(arms[2], f"stops_{moment}", number)
@@ -247,10 +250,10 @@ def test_a_node_that_dies_at_any_call_of_its_share(url: str, moment: str) -> Non
         require_whole(bucket, 5)
         body = body_of(parts_of(bucket))
         by_host = Counter(part["host"] for part in body)
-        assert by_host["one"] + by_host["two"] + by_host["three"] == 13
+        assert by_host["one"] + by_host["two"] + by_host["three"] == 21
         assert by_host["three"] <= number + 1, "the manifest names those who wrote"
-        sent_again = sum(arms[index].calls for index in (0, 1)) - 9 - (len(parts_of(bucket)) - len(body)) - 1
-        missing = 4 - (number - (moment == "before"))
+        sent_again = sum(arms[index].calls for index in (0, 1)) - 14 - (len(parts_of(bucket)) - len(body)) - 1
+        missing = 7 - (number - (moment == "before"))
         assert missing - 2 <= sent_again, "two of its threads may still have put theirs"
 
 

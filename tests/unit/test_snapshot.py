@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -190,6 +191,17 @@ def test_a_crafted_pickle_is_refused_and_not_run(tmp_path: Path, form: str) -> N
     assert "nothing of it was run" in message
     assert "\n" not in message
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_file_that_would_take_a_thousand_times_its_size_is_refused() -> None:
+    stored, deflated = io.BytesIO(), io.BytesIO()
+    torch.save({"a": torch.zeros(1_000_000)}, stored)
+    with zipfile.ZipFile(stored) as whole, zipfile.ZipFile(deflated, "w", zipfile.ZIP_DEFLATED) as small:
+        for entry in whole.infolist():
+            small.writestr(entry.filename, whole.read(entry))
+    assert len(deflated.getvalue()) < 10_000
+    with pytest.raises(SnapshotError, match="was refused: its tensors are compressed or overlap"):
+        deserialize_state(deflated.getvalue())
 
 
 def test_bytes_that_are_no_state() -> None:
