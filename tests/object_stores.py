@@ -1,10 +1,14 @@
-"""Object stores for tests: moto's S3 server, which is a fake and checks no credentials, and a proxy that misbehaves."""
+"""Object stores for tests: moto's S3 server, which is a fake and checks no credentials, and a proxy that misbehaves.
+
+With ELASTIC_TRAIN_TEST_S3=swift the server is OpenStack Swift, a real one (tests/swift_server.py).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -12,8 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from tests.swift_server import swift_server
+
 BUCKET = "bucket"
-ACCESS_KEY, SECRET_KEY = "AKIATESTINGTESTING12", "secret/of/the/tests/1234567890"
+IS_SWIFT = os.environ.get("ELASTIC_TRAIN_TEST_S3") == "swift"
+ACCESS_KEY, SECRET_KEY = "testing:tester", "secret/of/the/tests/1234567890"
 
 
 def environment(endpoint: str) -> dict[str, str]:
@@ -31,14 +38,8 @@ def environment(endpoint: str) -> dict[str, str]:
 def s3_server(address: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
     """The endpoint of a server of this process with an empty bucket."""
     from botocore.session import get_session
-    from moto.server import ThreadedMotoServer
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address=address, port=port, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        endpoint = f"http://{host}:{port}"
+    with swift_server(address, port, ACCESS_KEY, SECRET_KEY) if IS_SWIFT else moto_server(address, port) as endpoint:
         client = get_session().create_client(
             "s3",
             endpoint_url=endpoint,
@@ -52,6 +53,18 @@ def s3_server(address: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
             for entry in page.get("Contents", ()):
                 client.delete_object(Bucket=BUCKET, Key=entry["Key"])
         yield endpoint
+
+
+@contextlib.contextmanager
+def moto_server(address: str, port: int) -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address=address, port=port, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        yield f"http://{host}:{port}"
     finally:
         server.stop()
 
