@@ -30,6 +30,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         if self._misbehaves():
             return
+        if self.server.known().get("hop limit") == 1:  # for who asks from a container: the answer is lost on its way
+            self.close_connection = True
+            self.server.is_over.wait(60)
+            return
         is_token = self.server.cloud == "aws" and self.path == "/latest/api/token"
         has_ttl = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "").isdigit()
         self._say(200 if is_token and has_ttl else 400 if is_token else 404, self.server.token if is_token else "")

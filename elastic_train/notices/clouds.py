@@ -8,7 +8,9 @@ that say what is answered.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 from elastic_train.notices.metadata import ANSWER_SECONDS, LINK_LOCAL, Answer, ask, refuse
 from elastic_train.notices.notice import (
@@ -24,6 +26,8 @@ from elastic_train.preemption import PreemptionNotice
 
 PROBE_SECONDS = 0.3
 """for finding out which cloud this is"""
+GPU_MAINTENANCE_SECONDS = 3600.0
+"""GCP's, between the announcement and the end"""
 TOKEN_SECONDS = 21600
 """that a token of IMDSv2 is asked for: the longest that there is"""
 GOOGLE = {"Metadata-Flavor": "Google"}
@@ -32,12 +36,16 @@ EVENTS_PATH = "/metadata/scheduledevents?api-version=2020-07-01"
 MACHINE_PATH = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 
 
+class TokenSilent(NoticeUnreadable):
+    """No answer to a question for a token."""
+
+
 class AwsSource:
     """IMDSv2: a token first. Each of the two documents is a 404 as long as there is no notice of its kind."""
 
     name = "aws"
-    poll_seconds = 5.0
-    """as AWS recommends"""
+    poll_seconds = 2.0
+    """AWS recommends 5 s at most; nodes that are taken together should hear of it within the 3 s before they leave"""
 
     def __init__(self, address: tuple[str, int] = LINK_LOCAL) -> None:
         self._address = address
@@ -71,14 +79,14 @@ def aws_token(address: tuple[str, int], seconds: float) -> str:
     """A token of IMDSv2. The answer to this PUT is not forwarded further than the instance's hop limit says, so that in
     a container of a network of its own there is none where it is 1.
 
-    Raises: NoticeUnreadable.
+    Raises: TokenSilent; NoticeUnreadable: it is refused, or none.
     """
     path = "/latest/api/token"
     headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
     try:
         answer = ask(address, path, headers, method="PUT", seconds=seconds)
     except NoticeUnreadable as error:
-        raise NoticeUnreadable(f"{error} (in a container the hop limit of IMDSv2 must be 2)") from error
+        raise TokenSilent(f"{error} (in a container the hop limit of IMDSv2 must be 2)") from error
     token = answer.text.strip()
     if answer.status != 200 or not token.isascii() or not token.isprintable() or not token:
         raise refuse(answer, address, path)
@@ -92,14 +100,40 @@ class GcpSource:
     poll_seconds = 2.0
     """of the 30 s that there are"""
 
-    def __init__(self, address: tuple[str, int] = LINK_LOCAL) -> None:
-        self._address = address
+    def __init__(
+        self,
+        address: tuple[str, int] = LINK_LOCAL,
+        *,
+        has_gpu: bool | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._address, self._now = address, now
+        self._has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) if has_gpu is None else has_gpu
+        self._has_none = False
+        """no maintenance has been announced, at the last look"""
+        self._announced: float | None = None
+        """Unix seconds: when one was, where that was seen"""
 
     def look(self) -> PreemptionNotice | None:
         preempted = from_preempted(self._value("preempted"))
         if preempted is not None:  # no other answer, nor a failure, could say more
             return preempted
-        return from_maintenance_event(self._value("maintenance-event"))
+        event = from_maintenance_event(self._value("maintenance-event"))
+        has_ending = event is not None and event.is_certain
+        if has_ending and self._has_none:
+            self._announced = self._now()
+        elif not has_ending:
+            self._announced = None
+        self._has_none = not has_ending
+        return self._with_deadline(event) if event is not None and has_ending else event
+
+    def _with_deadline(self, ending: PreemptionNotice) -> PreemptionNotice:
+        """A machine with a GPU is ended an hour after its announcement, any other one 60 s after it."""
+        if not self._has_gpu:
+            return ending
+        if self._announced is None:  # announced before this start: to leave would be to leave again at each start
+            return replace(ending, is_certain=False)
+        return replace(ending, deadline=self._announced + GPU_MAINTENANCE_SECONDS)
 
     def _value(self, name: str) -> str:
         return required(self._address, f"/computeMetadata/v1/instance/{name}", GOOGLE)
@@ -153,6 +187,8 @@ def find_cloud(address: tuple[str, int] = LINK_LOCAL, seconds: float = PROBE_SEC
         if google.status != 200 and ask(address, MACHINE_PATH, AZURE, seconds=left()).status == 200:
             return AzureSource(address)
         aws_token(address, left())
+    except TokenSilent:  # a server that answers, but for this: AWS's, and too many hops; it is asked on, and tells why
+        pass
     except NoticeUnreadable:  # nobody is there, or nobody that we know
         return None
     return AwsSource(address)

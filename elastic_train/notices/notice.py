@@ -3,7 +3,8 @@
 The pages that say what the answers are, by their titles:
 
 - AWS: "Spot Instance interruption notices" and "EC2 instance rebalance recommendations" (Amazon EC2 User Guide)
-- GCP: "Spot VMs" (Preemption process) and "Monitor and plan for a host maintenance event" (Compute Engine)
+- GCP: "Spot VMs" (Preemption process), "Monitor and plan for a host maintenance event" and "Handle GPU host
+  maintenance events" (Compute Engine)
 - Azure: "Azure Metadata Service: Scheduled Events for Linux VMs" (Azure Virtual Machines)
 - Kubernetes: "Disruptions" (Pod disruption conditions) and "Taints and Tolerations"
 """
@@ -86,7 +87,8 @@ def from_preempted(text: str) -> PreemptionNotice | None:
 
 
 def from_maintenance_event(text: str) -> PreemptionNotice | None:
-    """NONE, MIGRATE_ON_HOST_MAINTENANCE or TERMINATE_ON_HOST_MAINTENANCE. A migration keeps the processes."""
+    """NONE, MIGRATE_ON_HOST_MAINTENANCE or TERMINATE_ON_HOST_MAINTENANCE. A migration keeps the processes; when the
+    machine is ended, this does not say."""
     match text.strip():
         case "NONE":
             return None

@@ -1,5 +1,5 @@
 """Runs whose snapshots lie below a URL: they go on from there alone, and two jobs do not write there at once. The S3
-server is moto, a fake."""
+server is moto, a fake, or a real one (tests/object_stores.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.integration.cluster import (
     worlds,
 )
 from tests.integration.test_bucket_faults import LASTING
-from tests.object_stores import ACCESS_KEY, BUCKET, SECRET_KEY, Request, environment, proxy_to, s3_server
+from tests.object_stores import ACCESS_KEY, BUCKET, IS_SWIFT, SECRET_KEY, Request, environment, proxy_to, s3_server
 
 LENGTH, BATCH = 1437, 64
 
@@ -69,7 +69,7 @@ def test_a_run_goes_on_from_a_bucket_alone(
     assert not (new / "snapshots").exists()
     assert steps_in(url)[0] == 40
     assert 2 <= len(steps_in(url)) <= 3, "--keep-snapshots, whichever were not put off"
-    assert events(new, "warning") == []
+    assert len(events(new, "warning")) == IS_SWIFT, "it has no conditional put"
     missing = cluster.start_alone("--snapshot-dir", "s3://not-there/run", env=env, run_dir=cluster.path / "other")
     assert missing.wait() == 1
     assert "s3://not-there/run: cannot write" in error_line(missing)
@@ -143,6 +143,7 @@ def test_training_goes_on_through_an_outage(
         check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=last_step(cluster.run_dir))
 
 
+@pytest.mark.skipif(IS_SWIFT, reason="Swift has no conditional put, and so is no arbiter")
 @pytest.mark.slow
 def test_it_says_who_goes_on_of_two_nodes_that_share_nothing_else(
     cluster: Cluster, endpoint: str, url: str, monkeypatch: pytest.MonkeyPatch
@@ -228,10 +229,17 @@ def test_what_fresh_left_in_a_bucket_is_not_continued_on_an_empty_disk(cluster: 
 
 
 @pytest.mark.slow
-def test_two_jobs_at_one_bucket(cluster: Cluster, endpoint: str, url: str) -> None:
+def test_two_jobs_at_one_bucket(cluster: Cluster, endpoint: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the first lives the second is refused. While it is stopped (SIGSTOP) the second takes over; the first finds
     that out when it wakes up, and writes nothing more."""
     env = environment(endpoint)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+
+    def by_first() -> set[int]:
+        bucket = Bucket(ObjectStore(parse_url(url)))
+        return {info.step for info in find_snapshots(bucket, warn=pytest.fail) if info.generation == 0}
+
     flags = ("--snapshot-dir", url, "--snapshot-every", "50", "--epochs", "100000")
     first = cluster.start_alone(*flags, env=env)
     wait_until(lambda: bool(events(cluster.run_dir, "snapshot")), "a snapshot", 60.0)
@@ -242,11 +250,11 @@ def test_two_jobs_at_one_bucket(cluster: Cluster, endpoint: str, url: str) -> No
     second_dir = cluster.path / "second"
     second = cluster.start_alone(*flags, env=env, run_dir=second_dir)
     wait_until(lambda: bool(events(second_dir, "snapshot")), "a snapshot of the second job", 120.0)
+    before = by_first()
     os.kill(first.process.pid, signal.SIGCONT)
     assert first.wait() == 1
     assert "now belong to another job" in error_line(first)
-    known = {event["path"] for run_dir in (cluster.run_dir, second_dir) for event in events(run_dir, "snapshot")}
-    assert known
+    assert by_first() <= before, "the second removes old ones"
     second.process.send_signal(signal.SIGTERM)
     assert second.wait() == 143
     third_dir = cluster.path / "third"

@@ -28,9 +28,11 @@ from elastic_train.preemption import (
     notices_flag,
     shown_notices,
 )
+from elastic_train.stopping import GRACE_SECONDS
 from tests.metadata_server import learn, serving
 
 NOON = 1_790_000_000.0
+ENDED = "the VM is terminated for maintenance of its host"
 
 
 def said(found: PreemptionNotice | None) -> tuple[str, float | None, bool] | None:
@@ -299,6 +301,43 @@ def test_which_cloud_it_is(cloud: str, documents: dict[str, Any], kind: type | N
     with serving(cloud, known) as server:
         found = find_cloud(("127.0.0.1", server.server_port), seconds=5.0)
     assert (None if found is None else type(found)) is kind
+
+
+def test_a_container_whose_answers_take_too_many_hops(known: Path) -> None:
+    """Only the answer to the question for a token is lost there; who asks is told what to do, also by `auto`."""
+    learn(known, **{"hop limit": 1})
+    with serving("aws", known) as server:
+        found = find_cloud(("127.0.0.1", server.server_port))
+        assert isinstance(found, AwsSource)
+        with pytest.raises(NoticeUnreadable, match="hop limit of IMDSv2 must be 2"):
+            found.look()
+        learn(known, **{"hop limit": 2})
+        assert found.look() is None
+
+
+def test_nodes_that_are_taken_together_hear_of_it_before_one_leaves() -> None:
+    for source in (AwsSource, GcpSource, AzureSource):
+        assert source.poll_seconds < GRACE_SECONDS
+
+
+def test_a_machine_with_a_gpu_has_an_hour_before_maintenance(known: Path) -> None:
+    clock = [NOON]
+    learn(known, instance="", preempted="FALSE", maintenance="TERMINATE_ON_HOST_MAINTENANCE")
+    with serving("gcp", known) as server:
+        address = "127.0.0.1", server.server_port
+        late = GcpSource(address, has_gpu=True, now=lambda: clock[0])
+        assert said(late.look()) == (ENDED, None, False), "when that was announced nobody knows"
+        assert said(GcpSource(address, has_gpu=False).look()) == (ENDED, None, True), "60 s at most"
+        learn(known, instance="", preempted="FALSE", maintenance="NONE")
+        assert late.look() is None
+        learn(known, instance="", preempted="FALSE", maintenance="TERMINATE_ON_HOST_MAINTENANCE")
+        for _ in range(2):
+            found = late.look()
+            assert said(found) == (ENDED, NOON + 3600, True)
+            clock[0] += 600
+        assert found is not None
+        assert not found.is_due(NOON + 3479)
+        assert found.is_due(NOON + 3480)
 
 
 @pytest.mark.parametrize("fault", ["hangs", "drips"])
