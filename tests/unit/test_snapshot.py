@@ -988,6 +988,77 @@ def test_sigkill_at_any_time(tmp_path: Path) -> None:
     assert killed_while_writing > 0
 
 
+KILLED_AT = """
+import os
+import shutil
+import sys
+from pathlib import Path
+import torch
+from elastic_train.storage.snapshot import find_snapshots, verify
+from elastic_train.storage.snapshot_writer import SnapshotWriter
+
+directory = Path(sys.argv[1]) / "snapshots"
+CALLS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir", "ftruncate")
+
+def no_warning(message):
+    raise AssertionError(message)
+
+def save(step):
+    writer = SnapshotWriter(directory, keep=2, host="node-a", run_uid="run", task={})
+    writer.save({"w": torch.full((500,), float(step))}, step=step, epoch=0, samples_done=0, generation=0, world_size=1)
+
+def count_down(name, left):
+    function = getattr(os, name)
+    def counted(*arguments, **options):
+        left[0] -= 1
+        if left[0] == 0:
+            os._exit(9)  # as SIGKILL: nothing is cleaned up
+        return function(*arguments, **options)
+    setattr(os, name, counted)
+
+found = set()
+for number in range(1, 200):
+    shutil.rmtree(directory, ignore_errors=True)
+    save(1)
+    save(2)
+    child = os.fork()
+    if child == 0:
+        left = [number]
+        for name in CALLS:
+            count_down(name, left)
+        save(3)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    steps = []
+    for info in find_snapshots(directory, warn=no_warning):
+        verify(info)
+        steps.append(info.step)
+    assert steps in ([2, 1], [3, 2, 1], [3, 2]), (number, steps)
+    found.add(tuple(steps))
+    if code == 0:
+        break
+    assert code == 9, code
+    save(4)  # the next writer is not in the way of what was left
+    assert [info.step for info in find_snapshots(directory, warn=no_warning)][0] == 4
+    assert not list(directory.glob(".tmp-*"))
+print(number, len(found))
+"""
+
+
+def test_killed_at_every_call_of_a_write(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_AT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "PYTHONPATH": ROOT},
+    )
+    assert done.returncode == 0, done.stderr
+    num_calls, outcomes = map(int, done.stdout.split())
+    assert 10 < num_calls < 199
+    assert outcomes == 3, "before it is visible, before the oldest goes, and after"
+
+
 STALE = """
 import sys
 import torch
