@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.integration.cluster import Cluster, events, result, running, wait_until
+from tests.integration.cluster import Cluster, events, newest_snapshot, result, running, wait_until, worlds
 from tests.integration.test_in_place import check_run, rank_of, start_world
 
 FLAGS = ("--reduction", "ordered")
@@ -16,7 +16,13 @@ def test_kills_and_a_join_leave_the_bits_of_the_undisturbed_run(cluster: Cluster
     wait_until(lambda: any(e["world_size"] == 2 for e in events(cluster.run_dir, "world")), "world of 2", 20)
     joined = cluster.start("--epochs", "1000", "--ledger", "--eval-every", "1000", "--peer-timeout", "2",
                            "--max-steps", str(steps), *FLAGS)  # fmt: skip
-    cluster.finish([node for node in nodes if node is not victim] + joined)
+    wait_until(
+        lambda: any(e["generation"] > 1 and e["world_size"] == 3 for e in events(cluster.run_dir, "world")), "join"
+    )
+    for generation, node in enumerate((node for node in nodes if node is not victim), 3):
+        node.kill()
+        wait_until(lambda number=generation: worlds(cluster.run_dir)[-1][0] == number, "the others' world", 20)
+    cluster.finish(joined)
     end = check_run(cluster, steps)
 
     path = cluster.path / "undisturbed"
@@ -27,4 +33,5 @@ def test_kills_and_a_join_leave_the_bits_of_the_undisturbed_run(cluster: Cluster
     assert end["state_sha256"] == expected["state_sha256"]
     losses = [e["loss"] for e in sorted(events(cluster.run_dir, "step"), key=lambda e: e["step"])]
     assert losses == [e["loss"] for e in events(alone.run_dir, "step")]
-    assert len(end["incidents"]) >= 1
+    assert len(end["incidents"]) >= 4
+    assert newest_snapshot(cluster.run_dir)[0].step == steps, "by the one that has joined"
