@@ -141,6 +141,13 @@ class Round:
         electors = {uid for voters in self.worlds for uid in voters.electors} | {self.world.me.uid}
         return [rank for rank in self.reachable if self.world.members[rank].uid in electors]
 
+    def accepted(self, promises: Mapping[int, Register]) -> str | Denied | None:
+        """What this ballot goes on with, by rank of who has promised it; None where it is free. Denied where the place
+        alone knows."""
+        if self.needs_all and not self.is_lost and is_open(promises.values()):
+            return Denied()
+        return newest(promises.values())
+
     def change_registers(self, ranks: Sequence[int], rule: Callable[[Register], Register]) -> dict[int, Register]:
         """What stands in each afterwards, by rank; without those that cannot be reached: there the change may have been
         made all the same, and is one more vote."""
@@ -269,9 +276,10 @@ class Ballots:
             return self._elsewhere.denied(round_, missing_votes(worlds, uids(world, promises)))
         if round_.needs_all and len(promises) < len(round_.voters):
             return Denied()  # who has not answered may act on a claim
-        if round_.needs_all and not round_.is_lost and is_open(promises.values()):
-            return Denied()
-        chosen = newest(promises.values()) or proposal
+        accepted = round_.accepted(promises)
+        if isinstance(accepted, Denied):
+            return accepted
+        chosen = accepted or proposal
         members = uids(world, Decision.from_json(chosen).ranks)
         # A vote is no state: who has one is to be in it.
         if chosen is proposal and round_.needs_votes and not may_go_on(worlds, members):

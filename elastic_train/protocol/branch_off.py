@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from elastic_train.branches import BRANCH, MOST_OTHERS, Branch
+from elastic_train.branches import BRANCH, MOST_OTHERS, POSITION, Branch
 from elastic_train.protocol.agreement import Decision, Denied
 from elastic_train.protocol.arbiter import Arbitration, silent_members
-from elastic_train.protocol.ballots import Ballots, Round, uids
+from elastic_train.protocol.ballots import Ballots, Register, Round, Vote, newest, uids
 from elastic_train.protocol.known_worlds import KnownWorlds
 from elastic_train.world import to_json
+
+
+class BranchRound(Round):
+    """One attempt at a branch, by all who are to be in it, the own vote last: so no two branches have one member. A
+    member that waits may hear two sides that do not hear each other, and it need not have a vote in either."""
+
+    def taken(self, registers: Mapping[int, Register]) -> set[int]:
+        """Ranks that have accepted to go on without this member."""
+        mine = self.world.rank
+        held = {rank: one.decision for rank, one in registers.items() if one.decision is not None and rank != mine}
+        return {rank for rank, text in held.items() if mine not in Decision.from_json(text).ranks}
+
+    def accepted(self, promises: Mapping[int, Register]) -> str | Denied | None:
+        """Nothing that all were to accept, and this member has not. Denied where one has gone over meanwhile."""
+        if self.taken(promises):
+            return Denied()
+        mine = self.world.rank
+        return newest([one for rank, one in promises.items() if rank == mine or one.vote is not Vote.ALL])
 
 
 class BranchOff:
@@ -47,11 +65,9 @@ class BranchOff:
         """Those that are missing. None where that may not be, or would not help."""
         world, worlds = denied.world, self._known.voters_without(denied.dead)
         silent = silent_members(worlds, uids(world, denied.reachable))
-        without = [one.without(silent) for one in worlds]
-        has_state = self._known.has_state and set(without[0].members) - without[0].dead
         # A member that answers and takes no part may go on in a moment; with an arbiter, so may those that are silent.
         is_awaited = not set(silent).isdisjoint(denied.answering) or self._arbitration.is_needed(worlds)
-        if not silent or not has_state or is_awaited:
+        if not silent or is_awaited:
             self._silent_since = None
             return None
         now, before = self._clock(), self._silent_since
@@ -59,21 +75,35 @@ class BranchOff:
             before = self._silent_since = (world.uid, silent, now)
         if now - before[2] <= self._peer_timeout:
             return None
-        decision = self._branch_without(silent, Decision.from_json(denied.proposal))
+        attempt = BranchRound(denied.clients, world, worlds, "", denied.reachable, denied.dead, needs_all=True)
+        taken = attempt.taken(attempt.change_registers(attempt.reachable, lambda register: register))
+        side = [rank for rank in attempt.reachable if rank not in taken]
+        decision = self._branch_of(side, attempt, Decision.from_json(denied.proposal))
         members = decision.members_after(world)
-        if len({member.node for member in members}) < max(member.min_nodes for member in members):
+        if not members or len({member.node for member in members}) < max(member.min_nodes for member in members):
             return None  # it would not train
-        gone = denied.dead | frozenset(silent)
+        gone = denied.dead | set(decision.dead)
+        # Of a world that nobody has settled yet, its members have it as well.
+        has_state = self._known.has_state and self._known.holders(gone)
+        if not has_state and denied.clients.own.get(POSITION) is None:
+            return None
+        without = [one.without(gone) for one in worlds]
         return self._ballots.decide_by_votes(
-            Round(denied.clients, world, without, decision.to_json(), denied.reachable, gone)
+            replace(attempt, worlds=without, proposal=decision.to_json(), reachable=side, dead=gone)
         )
 
-    def _branch_without(self, silent: Sequence[str], decision: Decision) -> Decision:
+    def _branch_of(self, side: Collection[int], attempt: BranchRound, decision: Decision) -> Decision:
         """Newcomers wait for the world after it: each who is in the first one has been in the parent."""
+        inside = uids(attempt.world, side)
+        silent = silent_members(attempt.worlds, inside)
         known = {member.uid: member.store for one in self._known.past.values() for member in one.members}
-        others = [store for uid in silent if (store := known.get(uid)) is not None]
+        # Spares, too: they may be in another branch, and be all that is left of it.
+        left = [uid for uid in (*silent, *known) if uid in known and uid not in inside and uid not in decision.dead]
+        others = tuple(store for uid in dict.fromkeys(left) if (store := known[uid]) is not None)
         before = Branch.from_json(decision.facts.get(BRANCH))
         others += () if before is None else before.others
-        branch = Branch(decision.uid, min(decision.ranks), tuple(others[:MOST_OTHERS]))
-        facts = {**decision.facts, BRANCH: to_json(branch)}
-        return replace(decision, new=(), dead=(*decision.dead, *silent), facts=facts)
+        ranks = tuple(rank for rank in decision.ranks if rank in side)
+        branch = Branch(decision.uid, min(ranks, default=0), tuple(others[:MOST_OTHERS]))
+        lost = tuple(sorted({*decision.lost, *decision.ranks} - set(ranks)))
+        facts, dead = {**decision.facts, BRANCH: to_json(branch)}, (*decision.dead, *silent)
+        return replace(decision, ranks=ranks, new=(), lost=lost, dead=dead, facts=facts)

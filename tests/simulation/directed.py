@@ -181,6 +181,18 @@ def halves_that_go_on() -> Plan:
     return replace(made, goes_on=True)
 
 
+def spare_that_is_left() -> Plan:
+    """Of three that train and their spare rank 0 dies, and the spare's node is cut off; from there the others leave."""
+    faults = ((0.77, "kill", 0), (0.77, "leave", 2), (0.78, "partition", (1,), (0,)))
+    return Plan(1, (2, 2), faults, 9.3, TIMEOUT, max_world_size=3, goes_on=True)
+
+
+def branches_with_a_common_member(most: int | None, frozen: tuple[int, ...]) -> Plan:
+    """Two that cannot hear each other, where all others hear both; without the frozen ones neither has the votes."""
+    made = plan(5, *((1.2, "freeze", one) for one in frozen), (2.9, "partition", (1,), (2,)), recovers_at=11.4)
+    return replace(made, max_world_size=most, goes_on=True)
+
+
 def world_that_one_never_entered() -> Plan:
     """The main line goes on with a member that cannot hear it, and that goes on alone: each is there, and answers."""
     cut = (5.896021276095011, "partition", (1, 2), (0,))

@@ -211,6 +211,21 @@ def test_two_halves_go_on_and_one_remains() -> None:
     assert len(last) == 4
 
 
+def test_a_spare_that_has_become_all_of_its_side_goes_on_and_is_found() -> None:
+    simulation = run(directed.spare_that_is_left())
+    alone = {told.members[0] for told in simulation.worlds.values() if told.commits and len(told.members) == 1}
+    assert alone == {"u2", "u4"}, "it has gone on with the step that it was given"
+    assert len({one.world.uid for one in simulation.living if one.world is not None}) == 1
+
+
+@pytest.mark.parametrize(("most", "frozen"), [(3, (0,)), (None, (0, 4))], ids=["spares", "voters"])
+def test_no_two_branches_have_a_member_in_common(most: int | None, frozen: tuple[int, ...]) -> None:
+    simulation = run(directed.branches_with_a_common_member(most, frozen))
+    first, second = (told for told in simulation.worlds.values() if told.generation == 1 and told.entered_at < 11.4)
+    assert all((first.commits, second.commits))
+    assert not set(first.members) & set(second.members), simulation.describe()
+
+
 def test_who_waits_for_one_that_trains_elsewhere_asks_it() -> None:
     run(directed.world_that_one_never_entered())
 
