@@ -26,7 +26,7 @@ from elastic_train.errors import FormationFailed, StoreUnreachable, first_line
 from elastic_train.protocol.addresses import address_towards, split_endpoint
 from elastic_train.protocol.arbiter import Arbiter
 from elastic_train.protocol.group_store import GroupStoreServer
-from elastic_train.protocol.heartbeat import Pace
+from elastic_train.protocol.heartbeat import Pace, is_readable
 from elastic_train.protocol.join_queue import Finder, Size, address_of, stores_by_node
 from elastic_train.protocol.launcher import Launcher
 from elastic_train.protocol.links import Links
@@ -195,7 +195,7 @@ def open_endpoints(applicant: Applicant) -> Endpoints:
     uid = around.draw_uid()
     host = local_address(applicant.launch, warn)
     # The earlier the thread of its canary is started, the sooner that ends where this process is killed.
-    links = Links(host, uid, ping_interval(waits.peer_timeout), waits.peer_timeout, warn)
+    links = Links(host, uid, ping_interval(waits.peer_timeout), waits.peer_timeout, warn, is_readable)
     server = GroupStoreServer(host)
     return Endpoints(uid, host, links, server, GroupSockets(spared_port=server.address[1]), around)
 

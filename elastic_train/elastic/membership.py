@@ -34,7 +34,7 @@ from elastic_train.protocol.other_sides import SUPERSEDED, OtherSides
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.rules import require_agreement
 from elastic_train.training.group_sockets import GroupSockets
-from elastic_train.version import VERSION
+from elastic_train.version import PROTOCOL, VERSION
 from elastic_train.world import Member, World, from_json
 
 FIND_ATTEMPTS = 5
@@ -387,4 +387,4 @@ def new_token() -> str:
 
 def versions() -> dict[str, str]:
     """What must be the same on all members for them to talk to each other and to train alike."""
-    return {"torch": str(torch.__version__), "elastic_train": VERSION}
+    return {"torch": str(torch.__version__), "elastic_train": VERSION, "elastic_train's protocol": str(PROTOCOL)}

@@ -197,8 +197,24 @@ def verdicts_of(world: World, line: str) -> dict[int, str] | None:
     """What `head_of` said; None where the world is not over. Raises: ValueError."""
     if line[:1] not in ("!", "="):
         return None
-    told: dict[str, str] = json.loads(line.partition(" ")[0][1:])
-    return {rank: describe(world, rank, what) for what, runs in told.items() for rank in from_runs(runs)}
+    return {rank: describe(world, rank, what) for what, runs in _told(line).items() for rank in from_runs(runs)}
+
+
+def _told(line: str) -> dict[str, str]:
+    told: dict[str, str] = json.loads(line.partition(" ")[0][1:] or "{}")
+    return told
+
+
+def is_readable(line: str) -> bool:
+    """Whether this build can read a heartbeat, or there is none yet. Another build's may be of another form."""
+    try:
+        if line:
+            Heartbeat.from_line(line)
+        for runs in _told(line).values():
+            from_runs(runs)
+    except (ValueError, TypeError, AttributeError):
+        return False
+    return True
 
 
 def has_ended_by_vote(line: str) -> bool:

@@ -137,7 +137,7 @@ class Calls:
         try:
             connection.socket = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
-            self._sockets.warn_once(error)
+            self._sockets.warn_of(error)
             return error.errno or errno.EMFILE
         connection.socket.setblocking(False)
         connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -219,7 +219,8 @@ class Calls:
             peer.heard.refuse(peer.probed_at)  # another process has its port
             return
         peer.is_proven = True
-        self._hearing.note(peer.heard, kind, rest[1:])
+        if not self._hearing.note(peer.heard, kind, rest[1:]):
+            self._sockets.warn_of_unreadable(peer.address[0])
         if kind == "C" and peer.canary is None and rest[-1].isdecimal():
             peer.canary = _Canary((peer.address[0], int(rest[-1])))
             self._connect_canary(peer, peer.canary)
@@ -273,13 +274,20 @@ class Links:
         interval: seconds between two pings.
         peer_timeout: seconds after which a silent member is taken for dead. Who has called and is silent for twice as
             long, and for 20 pings, is hung up on: where a machine loses power, its end of the connection closes never.
-        warn: told once where this process has no descriptor left for a connection.
+        warn: told once where this process has no descriptor left for a connection, or cannot read what a member says.
+        can_read: as `Hearing`'s.
     """
 
     def __init__(
-        self, host: str, uid: str, interval: float, peer_timeout: float, warn: Callable[[str], None] = lambda _: None
+        self,
+        host: str,
+        uid: str,
+        interval: float,
+        peer_timeout: float,
+        warn: Callable[[str], None] = lambda _: None,
+        can_read: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        self._interval, self._hearing = interval, Hearing(uid)
+        self._interval, self._hearing = interval, Hearing(uid, can_read)
         self.sockets = Sockets(warn)
         self._callers = Callers(host, max(2 * peer_timeout, 20 * interval), self._hearing, self.sockets)
         self._calls = Calls(interval, self._hearing, self.sockets)

@@ -135,10 +135,11 @@ class Hearing:
 
     Args:
         uid: of this process.
+        can_read: whether the status of another member is of a form that this one knows.
     """
 
-    def __init__(self, uid: str) -> None:
-        self._uid, self._seq = uid, 0
+    def __init__(self, uid: str, can_read: Callable[[str], bool]) -> None:
+        self._uid, self._seq, self._can_read = uid, 0, can_read
         self.canary_port: int | None = None
         """of this process's canary, where it has one"""
         self.status = ""
@@ -197,18 +198,22 @@ class Hearing:
                 del heard.pings[next(iter(heard.pings))]
         return f"P {self._uid} {self._epoch or '-'} {self._seq} {self.status}\n"
 
-    def note(self, heard: Heard, kind: str, rest: Sequence[str]) -> None:
-        """Take what the member that `heard` is of has answered: `A`, `N` or `C`, and the words after its uid."""
+    def note(self, heard: Heard, kind: str, rest: Sequence[str]) -> bool:
+        """Take what the member that `heard` is of has answered: `A`, `N` or `C`, and the words after its uid. False
+        where that cannot be read, and counts as nothing."""
+        if kind == "A" and not (len(rest) == 3 and rest[1].isdecimal() and self._can_read(rest[2])):
+            return False
         heard.heard_at, heard.has_answered, heard.refused_at = time.monotonic(), True, None
         if kind == "N" and heard.elsewhere_since is None:
             heard.elsewhere_since = heard.heard_at
-        if kind == "A" and len(rest) == 3:
+        if kind == "A":
             epoch, seq, heard.status = rest
             heard.epoch, heard.elsewhere_since = epoch, None
             with self._lock:  # `watch` may begin another epoch
                 sent_at = heard.pings.pop(int(seq), None)
                 if sent_at is not None and epoch == self._epoch:
                     heard.pinged_at = max(sent_at, heard.pinged_at or sent_at)
+        return True
 
     def answer(self, line: str) -> tuple[str, bool]:
         """The answer to a line of another process, and whether that has said what matters at once."""
@@ -220,7 +225,7 @@ class Hearing:
         uid, epoch, seq = rest[:3]
         status = rest[3] if len(rest) == 4 else ""
         with self._lock:
-            if epoch != self._epoch or uid not in self._answers:
+            if epoch != self._epoch or uid not in self._answers or not self._can_read(status):
                 return f"N {self._uid}\n", False
             self.answered[uid] = time.monotonic()
             heard = self.watched.get(uid)
@@ -244,7 +249,7 @@ class Sockets:
         self.selector = selectors.DefaultSelector()
         self.num_messages = self.num_bytes = 0
         """that were sent, pings and answers"""
-        self._warn, self._has_warned = warn, False
+        self._warn, self._has_warned = warn, set[str]()
 
     def send(self, connection: socket.socket, unsent: bytes, line: str) -> bytes:
         """Send what is left of an earlier line, or else this one; what is left then. Who does not read loses lines,
@@ -262,14 +267,26 @@ class Sockets:
             self.selector.unregister(connection)
         connection.close()
 
-    def warn_once(self, error: OSError) -> None:
-        """That no connection can be opened."""
-        if not self._has_warned:
-            self._has_warned = True
-            self._warn(
-                f"no connection to another member can be opened ({error.strerror}): it is tried with each ping; where "
-                "files are too many, raise `ulimit -n`"
-            )
+    def warn_of(self, error: OSError) -> None:
+        """That no connection can be opened; once."""
+        self._warn_once(
+            f"no connection to another member can be opened ({error.strerror}): it is tried with each ping; where "
+            "files are too many, raise `ulimit -n`",
+            about="connections",
+        )
+
+    def warn_of_unreadable(self, host: str) -> None:
+        """That what a member says cannot be read; once for each host."""
+        self._warn_once(
+            f"what the member at {host} says of itself cannot be read here, and counts as silence: give all nodes the "
+            "same build of elastic_train",
+            about=host,
+        )
+
+    def _warn_once(self, text: str, about: str) -> None:
+        if about not in self._has_warned:
+            self._has_warned.add(about)
+            self._warn(text)
 
 
 @dataclass
@@ -334,7 +351,7 @@ class Callers:
                 # The caller that cannot be accepted keeps the listener readable: `turn` would not wait any more.
                 self._sockets.selector.unregister(self.listener)
                 self._is_accepting = False
-                self._sockets.warn_once(error)
+                self._sockets.warn_of(error)
                 return False
             connection.setblocking(False)
             with contextlib.suppress(OSError):  # it is gone already, which the first read finds out

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_train.elastic.membership import versions
 from elastic_train.tools.check import node_rules, world_rules
 from elastic_train.tools.check.advice import Finding, Level
 from elastic_train.tools.check.check_command import RULES, describe, is_passed, judge
@@ -23,7 +24,7 @@ from elastic_train.tools.check.facts import (
 )
 
 GB = 10**9
-VERSIONS = {"python": "3.11", "torch": "2.15.0+cu132", "torchvision": "0.29.2", "elastic_train": "0.1.0"}
+VERSIONS = versions() | {"python": "3.11", "torch": "2.15.0+cu132", "torchvision": "0.29.2"}
 GPU = Gpu(uuid="GPU-0", name="H100", free_bytes=79 * GB, total_bytes=80 * GB)
 
 
@@ -117,7 +118,7 @@ def test_facts_survive_their_way_through_the_store() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize("name", ["torch", "torchvision", "elastic_train"])
+@pytest.mark.parametrize("name", ["torchvision", *versions()])
 def test_other_versions_break_it(name: str, rank: int) -> None:
     bad = with_worker(job(), rank, versions=VERSIONS | {name: "1.7.1"})
     found = the_one(world_rules.versions_are_equal(bad), Level.BREAKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from elastic_train.protocol.heartbeat import (
     describe,
     has_ended_by_vote,
     head_of,
+    is_readable,
     is_silence,
     verdicts_of,
 )
@@ -52,6 +54,23 @@ def test_runs_there_and_back(ranks: list[int]) -> None:
 def test_runs_are_short() -> None:
     assert to_runs([*range(500), *range(501, 10_000)]) == "0-499,501-9999"
     assert to_runs([]) == ""
+
+
+OTHERS = ["-{} [1, 2]", "-{} {}", "-{} null", "-{}", '-{} [3, "asleep", 0, 1, 2, 3, 4]', "![] ", '!{"died":1} ']
+
+
+@pytest.mark.parametrize("line", OTHERS)
+def test_what_another_build_says_is_not_readable(line: str) -> None:
+    if line.endswith(" "):
+        line += Heartbeat(3, Activity.REDUCE, 0.0, 1.0, 0.0, (0, 1)).to_line("").strip()
+    assert not is_readable(line)
+
+
+@pytest.mark.parametrize("verdicts", [None, {}, {1: describe(world(2), 1, "died at last")}])
+def test_what_this_build_says_is_readable(verdicts: dict[int, str] | None) -> None:
+    for head_of_it in (head_of(world(2), verdicts), head_of(world(2), verdicts, is_by_vote=True)):
+        assert is_readable(Heartbeat(3, Activity.REDUCE, 0.0, 1.0, 0.0, (0, 1)).to_line(head_of_it))
+    assert is_readable(""), "nothing is said yet"
 
 
 def test_a_heartbeat_there_and_back() -> None:

@@ -46,8 +46,9 @@ def open_links() -> Iterator[Open]:
         host: str = "127.0.0.1",
         peer_timeout: float = PEER_TIMEOUT,
         warn: Callable[[str], None] = pytest.fail,
+        can_read: Callable[[str], bool] = lambda _: True,
     ) -> Links:
-        opened.append(Links(host, uid, interval, peer_timeout, warn))
+        opened.append(Links(host, uid, interval, peer_timeout, warn, can_read))
         return opened[-1]
 
     yield make
@@ -168,6 +169,28 @@ def test_members_of_a_world_answer_each_other(open_links: Open, host: str) -> No
     assert one.answered().keys() == {"b"}
     assert 0.0 <= one.answered()["b"] < DEADLINE
     assert one.heard("a") is None, "nobody watches itself"
+
+
+def test_what_a_member_cannot_read_counts_as_not_heard_and_is_told_once(open_links: Open) -> None:
+    warnings: list[str] = []
+    one, other = open_links("a", warn=warnings.append, can_read=lambda text: "new" not in text), open_links("b")
+    one.announce("-mine")
+    other.announce("-theirs")
+    meet(one, other)
+    until(lambda: heard(one, "b").pinged_at and one.answered(), one, other)
+    other.announce("-new")
+    until(lambda: warnings, one, other)
+    before, answered_at = heard(one, "b").heard_at, time.monotonic() - one.answered()["b"]
+    seen, now = heard(other, "a").elsewhere_since, time.monotonic()
+    until(lambda: time.monotonic() > now + 4 * INTERVAL, one, other)
+    assert seen is not None, "it is answered as one of another world"
+    assert (heard(one, "b").status, heard(one, "b").heard_at) == ("-theirs", before)
+    assert time.monotonic() - one.answered()["b"] == pytest.approx(answered_at, abs=0.01)
+    assert len(warnings) == 1
+    assert "127.0.0.1" in warnings[0]
+    assert "same build" in warnings[0]
+    other.announce("-theirs again")
+    until(lambda: heard(one, "b").status == "-theirs again", one, other)
 
 
 def test_pings_go_on(open_links: Open) -> None:

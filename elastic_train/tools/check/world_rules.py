@@ -24,6 +24,7 @@ WHY_EQUAL = {
     "torch": (Level.BREAKS, "members with other versions are refused, or cannot talk to each other (torch 1.7 and 1.8 "
               "could not)"),
     "elastic_train": (Level.BREAKS, "members with other versions are refused"),
+    "elastic_train's protocol": (Level.BREAKS, "members of other builds are refused"),
     "torchvision": (Level.BREAKS, "nobody is refused, and models, images and what is drawn for them may differ"),
     "cuda": (Level.MATTERS, "kernels and what they round may differ"),
     "nccl": (Level.BREAKS, "members with other versions cannot talk to each other"),
