@@ -101,7 +101,7 @@ class TorchStore:
     def put(self, key: str, value: str) -> None:
         with self._answered() as store:
             store.set(key, value)
-            store.get(key)  # the acknowledgement that `set` does not give; perhaps of a value that came after ours
+            store.check([key])  # the acknowledgement that `set` does not give; the reader may have deleted it by now
 
     def create(self, key: str, value: str) -> str:
         with self._answered() as store:

@@ -322,6 +322,21 @@ def test_a_frozen_server_is_unreachable_within_the_timeout(server: Server) -> No
     assert all(1.0 < seconds < 3.5 * TIMEOUT.total_seconds() for seconds in waits.values()), waits
 
 
+class ReadAtOnce(TCPStore):
+    """Whoever reads a key deletes it, before its writer has been told that it is there."""
+
+    def set(self, key: str, value: str) -> None:
+        super().set(key, value)
+        self.delete_key(key)
+
+
+def test_what_was_read_and_deleted_at_once_was_put(tcp_server: TCPStore) -> None:
+    raw = ReadAtOnce("127.0.0.1", tcp_server.port, is_master=False, wait_for_workers=False, timeout=PATIENT_TIMEOUT)
+    store = TorchStore(raw, TIMEOUT)
+    store.put("queue/1", "read at once")
+    assert store.get("queue/1") is None
+
+
 def test_a_late_reply_is_never_taken_for_that_of_another_call(server: Server) -> None:
     client = tcp_client(server.port)
     client.put("a", "value of a")
