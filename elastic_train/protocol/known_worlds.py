@@ -145,7 +145,8 @@ class KnownWorlds:
 
     def holders(self, dead: Collection[str]) -> set[str]:
         """Members of the last settled world that are not known to be dead."""
-        return set(self.voters[0].members) - self.voters[0].dead - set(dead)
+        first = self.voters[0]  # at once: the other thread may settle a world
+        return set(first.members) - first.dead - set(dead)
 
     def left_out(self, world: World) -> set[str]:
         """Members of a world before this one that may train on without knowing of it."""
@@ -233,13 +234,14 @@ class Newcomers:
 
     def message_for(self, decision: Decision, world: World | None) -> str:
         """The message to the newcomers of a decision on what follows `world`, before this member enters that."""
+        voters = self._known.voters  # at once, too
         old = () if world is None else decision.members_after(world)[: len(decision.ranks)]
         after = Voters.of(decision.uid, decision.members_after(world)[: self._max_world_size])  # a spare has no state
         told = {
             "decision": replace(decision, ranks=tuple(range(len(old)))).to_fields(),
             "old": old,
-            "worlds": [*(one.without(decision.dead) for one in self._known.voters), after],
-            "shared": self._arbitration.known(self._known.voters),
+            "worlds": [*(one.without(decision.dead) for one in voters), after],
+            "shared": self._arbitration.known(voters),
             "settled": self._known.has_state,
         }
         return to_json(told)
