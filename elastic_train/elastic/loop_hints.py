@@ -9,7 +9,13 @@ from torch import nn
 
 from elastic_train.elastic.worker import Worker
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.optimizers import may_hold, parameters_beside
+from elastic_train.training.optimizers import (
+    has_scheduler,
+    may_hold,
+    may_schedule,
+    parameters_beside,
+    stepping_scaler,
+)
 from elastic_train.world import World
 
 STEPS_OF_ONE_THAT_STAYS = 3
@@ -39,15 +45,20 @@ class LoopHints:
             return
         self._has_looked_for_scheduler = True
         state = self._worker.state
-        # All but ReduceLROnPlateau note there what they began with; torch documents that for one that is resumed.
-        has_scheduler = any("initial_lr" in group for group in state.optimizer.param_groups)
         others = torch.amp.GradScaler | AveragedWeights | torch.optim.Optimizer | nn.Module
         may_be = [one for one in state.extras.values() if not isinstance(one, others)]
-        if has_scheduler and not any(may_hold(one, state.optimizer) for one in may_be):
+        if has_scheduler(state.optimizer) and not any(may_schedule(one, state.optimizer) for one in may_be):
             self._worker.reporter.warn(
                 "the optimizer has a scheduler of torch's, which is not saved: it would begin anew where the run is "
                 "continued, and on each node that joins; give it to run(..., extras={'scheduler': scheduler}), or make "
                 "the learning rate a function of training.state.step"
+            )
+        scaler = stepping_scaler()
+        if scaler not in (None, state.scaler) and not any(may_hold(one, (scaler,)) for one in state.extras.values()):
+            self._worker.reporter.warn(
+                "the optimizer is stepped by a GradScaler that is not saved: its scale would begin anew where the run "
+                "is continued, and on each node that joins, whose gradients then count otherwise than those of the "
+                "others; give it to run(..., extras={'scaler': scaler})"
             )
 
     def note_other_stepped(self, world: World, optimizer: torch.optim.Optimizer) -> None:

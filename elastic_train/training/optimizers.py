@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -86,10 +87,33 @@ def parts_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimize
     return found
 
 
-def may_hold(one: object, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `one` refers to the optimizer or a group of it, as all that schedules its rates does, whatever it is
-    wrapped in. True where it is too large to tell."""
-    wanted = {id(optimizer), *map(id, optimizer.param_groups)}
+def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether one of torch's sets its rates. Takes some 50 ms where no group says so."""
+    if any("initial_lr" in group for group in optimizer.param_groups):  # torch documents it, for one that is resumed
+        return True
+    holders = gc.get_referrers(optimizer)  # ReduceLROnPlateau notes nothing there
+    holders += gc.get_referrers(*(one for one in holders if type(one) is dict))  # which may be that of an object
+    return any(issubclass(type(one), torch.optim.lr_scheduler.LRScheduler) for one in holders)
+
+
+def stepping_scaler() -> torch.amp.GradScaler | None:
+    """The GradScaler that steps an optimizer at this moment, in this thread."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
+        frame = frame.f_back
+    scaler = None if frame is None else frame.f_locals["self"]
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def may_schedule(one: object, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `one` refers to the optimizer or a group of it, as all that schedules its rates does."""
+    return may_hold(one, (optimizer, *optimizer.param_groups))
+
+
+def may_hold(one: object, objects: Iterable[object]) -> bool:
+    """Whether `one` is one of the objects or refers to it, whatever that is wrapped in. True where it is too large to
+    tell."""
+    wanted = {*map(id, objects)}
     # What everybody refers to tells nothing; modules and tensors schedule nothing.
     passed_by = type | types.ModuleType | nn.Module | torch.Tensor
     seen: set[int] = set()

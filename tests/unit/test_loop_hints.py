@@ -96,6 +96,46 @@ def test_a_scheduler_that_is_not_saved(is_given: bool) -> None:
     assert len(told.warnings) == (not is_given)
 
 
+@pytest.mark.parametrize("has_read", [False, True], ids=["", "its dict is an object"])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_scheduler_by_a_metric_that_is_not_saved(is_given: bool, has_read: bool) -> None:
+    """It leaves no note in the groups, as the others do."""
+    told = Told()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(told.optimizer)
+    if has_read:
+        scheduler.state_dict()
+    if is_given:
+        told.hints._worker.state.extras["scheduler"] = scheduler
+    told.hints.note_stepped(ALONE, is_in_hand=True)
+    assert len(told.warnings) == (not is_given)
+    assert all("a scheduler of torch's, which is not saved" in warning for warning in told.warnings)
+    assert scheduler.optimizer is told.optimizer, "it is there yet"
+
+
+def test_a_scheduler_by_a_metric_of_another_optimizer() -> None:
+    told = Told()
+    other = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+    told.hints.note_stepped(ALONE, is_in_hand=True)
+    assert told.warnings == []
+    assert other.optimizer is not told.optimizer, "it is there yet"
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("given", [None, lambda scaler: scaler, lambda scaler: Holder({"it": [scaler]})])
+def test_a_scaler_that_is_not_saved(given: Callable[[Any], Any] | None, is_enabled: bool) -> None:
+    """Ranks with other scales would bend each other's gradients."""
+    told, scaler = Told(), torch.amp.GradScaler("cpu", enabled=is_enabled)
+    if given is not None:
+        told.hints._worker.state.extras["scaler"] = given(scaler)
+    told.optimizer.register_step_post_hook(lambda *_: told.hints.note_stepped(ALONE, is_in_hand=True))
+    for _ in range(2):
+        scaler.scale(told.model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(told.optimizer)
+        scaler.update()
+    assert len(told.warnings) == (given is None and is_enabled)
+    assert all(warning.startswith("the optimizer is stepped by a GradScaler") for warning in told.warnings)
+
+
 class Holder:
     """Anything with a state."""
 
