@@ -223,7 +223,7 @@ def rebuilt(value: Any, of_tensor: Callable[[torch.Tensor], Any], where: str = "
             return value
         if isinstance(value, torch.Tensor):
             return of_tensor(value)
-        if kind is list or kind is tuple:  # most items are leaves: a run of many incidents has a great many
+        if kind is list or kind is tuple:  # most items are leaves
             return kind(item if type(item) in leaves else again(item, f"{where}[{i}]") for i, item in enumerate(value))
         if kind in (dict, OrderedDict, Counter):  # torch's MultiStepLR counts its milestones
             copied: dict[Any, Any] = kind()

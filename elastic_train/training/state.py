@@ -15,6 +15,7 @@ from elastic_train.branches import Branches, branches_of
 from elastic_train.errors import add_own_note
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
+from elastic_train.training.incidents import IncidentsText, incidents_of
 from elastic_train.training.kept import Arguments, KeptStep, load_extra, load_part
 from elastic_train.training.optimizers import parts_of, rate_of
 from elastic_train.training.ratings import Ratings
@@ -88,7 +89,7 @@ class TrainState:
         """committed steps at the newest evaluation"""
         self.ratings = Ratings()
         self.incidents: list[dict[str, Any]] = []
-        """what interrupted this run, over all of its restarts; the last entries of `result.json`"""
+        """what interrupted this run, over all of its restarts, each told once; the last entries of `result.json`"""
         self.stopped_at = -1
         """step at which all were told to stop, and did: that the run is started again from there is no failure"""
         self.generation: int | None = None
@@ -111,7 +112,7 @@ class TrainState:
         self.before_update: Callable[[], None] = lambda: None
         """called before the optimizer's step; what it raises leaves the weights those of the last commit"""
         self.kept.updates.call_before_steps(self.begin_update)
-        self._schedule, self._has_own_optimizer = schedule, has_own_optimizer
+        self._schedule, self._has_own_optimizer, self._incidents = schedule, has_own_optimizer, IncidentsText()
         self._base_lrs = [rate_of(group) for group in optimizer.param_groups]
         for step in (self.last_step, 0):  # a table that is one short must not be found out after the last step
             self._apply_schedule(step)
@@ -230,7 +231,7 @@ class TrainState:
                 "test_metrics": self.test_metrics,
                 "evaluated_step": self.evaluated_step,
                 "ratings": self.ratings.state_dict(),
-                "incidents": self.incidents,
+                "incidents": self._incidents.of(self.incidents),
                 "stopped_at": self.stopped_at,
                 "generations": self.generations,
                 "branches": [list(one) for one in self.branches],
@@ -274,7 +275,7 @@ class TrainState:
         self.micro_batch_size = self.micro_batch_size or run["micro_batch_size"]
         self.last_loss, self.last_commits = run["last_loss"], list(run.get("last_commits", ()))
         self.ratings.load_state_dict(run.get("ratings", {}))
-        self.incidents, self.generations = list(run["incidents"]), int(run["generations"])
+        self.incidents, self.generations = incidents_of(run["incidents"]), int(run["generations"])
         self.evaluated_step, self.stopped_at = int(run.get("evaluated_step", -1)), int(run.get("stopped_at", -1))
         self.branches, self.restarts = branches_of(run.get("branches", ())), branches_of(run.get("restarts", ()))
         self.test_metrics, self.fingerprint = dict(run.get("test_metrics", {})), dict(run.get("fingerprint", {}))

@@ -150,7 +150,7 @@ def test_a_node_that_comes_later_joins(cluster: Cluster) -> None:
     check_ledger([cluster.run_dir], length=LENGTH, batch=BATCH, steps=last_step(cluster.run_dir))
     [aside] = cluster.path.glob("run.*")
     assert [path.name for path in aside.iterdir()] == ["left-by-an-older-run"]
-    incidents = newest_snapshot(cluster.run_dir)[1]["run"]["incidents"]
+    incidents = json.loads(newest_snapshot(cluster.run_dir)[1]["run"]["incidents"])
     assert [incident["committed_steps_lost"] for incident in incidents] == [0]
 
 

@@ -191,7 +191,28 @@ class TestRoundTrip:
         saved = state.state_dict()
         other.load_state_dict(saved)
         other.incidents.append({"cause": "restart"})
-        assert saved["run"]["incidents"] == []
+        assert saved["run"]["incidents"] == "[]"
+
+    def test_the_incidents_of_a_long_run_are_copied_at_no_cost(self) -> None:
+        """One text, which grows with each incident: nothing is made anew, in whatever number of snapshots."""
+        state, other = make_state(), make_state()
+        state.incidents = [{"cause": "join", "seconds": {"meet": 0.1, "init": 1e-9}}] * 1000
+        texts = [state.state_dict()["run"]["incidents"] for _ in range(2)]
+        state.incidents.append({"cause": "leave", "lost_members": ["a/0/1"]})
+        texts.append(state.state_dict()["run"]["incidents"])
+        assert texts[0] is texts[1]
+        assert texts[2] == texts[1][:-1] + ',{"cause": "leave", "lost_members": ["a/0/1"]}]'
+        other.load_state_dict(deserialize_state(serialize_state(state.state_dict())))
+        assert other.incidents == state.incidents
+        state.incidents = [{"cause": "restart"}] * 1001  # of another run: a list of the same length
+        other.load_state_dict(state.state_dict())
+        assert other.incidents == state.incidents
+
+    def test_incidents_of_a_snapshot_of_an_earlier_version(self) -> None:
+        state, saved = make_state(), make_state().state_dict()
+        saved["run"]["incidents"] = [{"cause": "restart"}]
+        state.load_state_dict(saved)
+        assert state.incidents == saved["run"]["incidents"]
 
     def test_the_loss_scale_is_part_of_the_state(self) -> None:
         state, other = make_state(), make_state()
