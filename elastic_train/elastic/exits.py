@@ -82,8 +82,7 @@ class Exits:
         if outcome == "already_finished":
             reporter.report(
                 f"the run in {worker.directory.path} is finished: {state.step} steps{measured}. Nothing left to do; "
-                f"a larger {'--max-steps' if worker.config.max_steps == state.last_step else '--epochs'} trains on, "
-                f"--fresh starts anew{unsaved}"
+                f"{_what_trains_on(state, worker.config.max_steps)}, --fresh starts anew{unsaved}"
             )
         else:
             summary = json.loads(data)
@@ -320,6 +319,16 @@ def _take_buffers_of_rank_0(state: TrainState, world: World, membership: Members
         return
     for model in (state.model, *([state.averaged.model] if state.averaged else [])):
         share_buffers(model, world, membership.sockets, saved_alone=True)
+
+
+def _what_trains_on(state: TrainState, max_steps: int | None) -> str:
+    """After a run that is finished."""
+    if state.step < state.plan["last_step"]:
+        return (
+            f"the training function had returned, before step {state.plan['last_step']}; another --epochs or "
+            "--max-steps, or another value of a flag of your own, enters it again"
+        )
+    return f"a larger {'--max-steps' if max_steps == state.last_step else '--epochs'} trains on"
 
 
 def _discarded(worker: Worker, winner: Position) -> dict[str, Any]:

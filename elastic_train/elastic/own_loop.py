@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
 
-from elastic_train.config import BUNDLED, SHARED, Config, flag, names_of, parse
+from elastic_train.config import BUNDLED, PLAIN_TYPES, SHARED, Config, flag, names_of, own_values, parse
 from elastic_train.elastic.exits import UNSAVED
 from elastic_train.elastic.run import run_worker
 from elastic_train.elastic.trainer import Program, TrainingFunction
@@ -179,6 +179,7 @@ def _build_worker(
         micro_batch_size=config.micro_batch_size,
         extras=_with_average(extras or {}, model, config.ema_decay),
     )
+    state.plan |= {name: value for name, value in own_values(config).items() if isinstance(value, PLAIN_TYPES)}
     launch = Launch.from_environment(os.environ, config.store_endpoint)
     _require_untrained(config.run_dir or default_run_dir(launch.run_id), config)
     return build(config, launch, stop, Parts(task, state, device))

@@ -104,6 +104,8 @@ class TrainState:
         self.clock, self.lock, self.step_start = PhaseClock(), StateLock(), StepStart(model)
         self.length, self.global_batch_size, self.num_epochs = length, global_batch_size, epochs
         self.last_step = total_steps(length, global_batch_size, epochs, max_steps)
+        self.plan: dict[str, Any] = {"last_step": self.last_step}
+        """of this start: a training function that has returned early is not entered again by the same"""
         if not model.training:  # as a whole; then that is no choice of layers
             model.train()
         self.modes = Modes(one for one in (model, *self.extras.values()) if isinstance(one, nn.Module))
@@ -215,9 +217,8 @@ class TrainState:
             "model": model,
             "optimizer": state_of(self.optimizer),
             "schedule": {
-                "name": self._schedule if isinstance(self._schedule, str) else None,
-                "base_lrs": self._base_lrs,
-                "last_step": self.last_step,
+                **{"name": self._schedule if isinstance(self._schedule, str) else None, "base_lrs": self._base_lrs},
+                **{"last_step": self.last_step, "plan": self.plan},
             },
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "extras": extras,
@@ -279,8 +280,16 @@ class TrainState:
         self.evaluated_step, self.stopped_at = int(run.get("evaluated_step", -1)), int(run.get("stopped_at", -1))
         self.branches, self.restarts = branches_of(run.get("branches", ())), branches_of(run.get("restarts", ()))
         self.test_metrics, self.fingerprint = dict(run.get("test_metrics", {})), dict(run.get("fingerprint", {}))
+        if has_returned_early(state, self.plan):
+            self.last_step = self.step
         self._apply_schedule(self.step)
         self._is_updating = False
+
+
+def has_returned_early(state: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
+    """Whether a state is of a run that its training function has ended, when this was planned."""
+    schedule = state["schedule"]
+    return schedule.get("plan") == plan and bool(schedule["last_step"] == state["position"]["step"])
 
 
 def total_steps(length: int, global_batch_size: int, epochs: int, max_steps: int | None) -> int:

@@ -792,10 +792,18 @@ def test_gradients_that_add_up_over_commits_are_told(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 def test_a_function_that_returns_early_ends_the_training(cluster: Cluster) -> None:
-    (node,) = start_script(cluster, 1, "training.commit(loss)\nif training.state.step == 9: return\ncontinue")
+    returning = "training.commit(loss)\nif training.state.step % 9 == 0: return\ncontinue"
+    (node,) = start_script(cluster, 1, returning)
     cluster.finish([node])
     assert result(cluster.path / "run-1")["step"] == 9
     assert "returned at step 9 of 35" in node.text()
+    for flags, last in (((), 9), (("--epochs", "6"), 18), (("--epochs", "6"), 18)):
+        (node,) = start_script(cluster, 1, returning, *flags)
+        cluster.finish([node])
+        assert "back at step " + str(last) in node.text()
+        assert (f"is finished: {last} steps" in node.text()) is (outcomes(cluster.path / "run-1")[-1] != "finished")
+    assert outcomes(cluster.path / "run-1") == ["finished", "already_finished", "finished", "already_finished"]
+    assert "the training function had returned, before step 42" in node.text()
 
 
 @pytest.mark.slow

@@ -208,6 +208,26 @@ class TestRoundTrip:
         other.load_state_dict(state.state_dict())
         assert other.incidents == state.incidents
 
+    @pytest.mark.parametrize(
+        ("epochs", "plan", "is_finished"),
+        [(2, {}, True), (3, {}, False), (1, {}, False), (2, {"patience": 5}, False)],
+        ids=["the same", "more epochs", "fewer epochs", "a flag of its own"],
+    )
+    def test_what_the_function_has_ended_early_stays_so(
+        self, epochs: int, plan: dict[str, Any], is_finished: bool
+    ) -> None:
+        """For a start with the same flags: a node that comes late, say."""
+        state, other = make_state(epochs=2), make_state(epochs=epochs)
+        other.plan |= plan
+        step(state, 0)
+        on_the_way = serialize_state(state.state_dict())
+        state.last_step = state.step
+        ended = serialize_state(state.state_dict())
+        other.load_state_dict(deserialize_state(on_the_way))
+        assert (other.last_step, other.is_finished) == (epochs * STEPS_PER_EPOCH, False)
+        other.load_state_dict(deserialize_state(ended))
+        assert (other.last_step, other.is_finished) == (1 if is_finished else epochs * STEPS_PER_EPOCH, is_finished)
+
     def test_incidents_of_a_snapshot_of_an_earlier_version(self) -> None:
         state, saved = make_state(), make_state().state_dict()
         saved["run"]["incidents"] = [{"cause": "restart"}]
