@@ -19,7 +19,7 @@ from elastic_train.protocol.quarantine import Deaths
 from elastic_train.rules import common_backend
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count, workers_go_on
-from elastic_train.world import World
+from elastic_train.world import Member, World
 
 PHASES = ("detect", "abort", "meet", "init", "sync")
 """of a recovery, as events and incidents name them"""
@@ -52,6 +52,10 @@ class WorldReport:
         does not say it yet"""
         self._first_begun: int | None = None
         """generation of the first world that has begun since the last one that stood"""
+        self._first: Member | None = None
+        """rank 0 of the last world that has begun"""
+        self._lost_first: tuple[str, int] | None = None
+        """name of that of the one before, which it has lost, and the step then"""
 
     def lost(self, failure: str, change: Change) -> None:
         """The world before was broken by `failure`, and the others agree on whom it has lost."""
@@ -63,6 +67,7 @@ class WorldReport:
         Once for each world, and before it `stands`; it may break before that."""
         if self._first_begun is None:
             self._first_begun = world.generation
+        self._note_lost_first(world, change)
         hosts: list[str] = []
         if self._deaths is not None:
             hosts = self._deaths.note(change.lost, [one for one in world.members if one not in change.joined])
@@ -77,6 +82,21 @@ class WorldReport:
             "cause": interruption.cause,
             "seconds": seconds,
         }
+
+    def _note_lost_first(self, world: World, change: Change) -> None:
+        """How a process has ended nobody else can see, so that this is no proof."""
+        step, first, before = self._worker.state.step, self._first, self._lost_first
+        self._first, self._lost_first = world.members[0], None
+        if first is None or {one.node for one in change.lost} != {first.node}:
+            return
+        self._lost_first = first.name, step
+        if world.rank == 0 and before is not None and step - before[1] <= 1:
+            self._worker.reporter.warn(
+                f"rank 0 was lost twice within a step: {before[0]} after step {before[1]}, {first.name} after step "
+                f"{step}. If nobody killed them (their output then ends in `terminate called`, or SIGABRT), it is the "
+                "code that is trained, and the next one follows: a collective that rank 0 alone enters, as in "
+                "`if rank == 0: all_reduce(...)`. Every rank must enter it"
+            )
 
     def stands(
         self,

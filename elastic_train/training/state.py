@@ -85,13 +85,11 @@ class TrainState:
         """`step` events of the two newest commits, the newest last: who takes this state over may have to write them"""
         self.test_metrics: dict[str, float] = {}
         """of the newest evaluation, by name"""
-        self.evaluated_step = -1
-        """committed steps at the newest evaluation"""
         self.ratings = Ratings()
         self.incidents: list[dict[str, Any]] = []
         """what interrupted this run, over all of its restarts, each told once; the last entries of `result.json`"""
-        self.stopped_at = -1
-        """step at which all were told to stop, and did: that the run is started again from there is no failure"""
+        self.evaluated_step = self.stopped_at = -1
+        """of the newest evaluation; and where all were told to stop, and did: a start from there is no failure"""
         self.generation: int | None = None
         """of the world that it is trained in now; None until it is the run's, and its clock too"""
         self.generations = 0
