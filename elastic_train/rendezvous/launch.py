@@ -113,8 +113,8 @@ class Launch:
     def variables_in(self, world: World) -> dict[str, str]:
         """What torchrun's variables say of this worker in `world`; none where no launcher has started it.
 
-        Place and size of its node stay what the launcher has said: they choose a device. A spare's rank is one that no
-        worker has.
+        Place and size of its node stay what the launcher has said: they choose a device. An agent has set LOCAL_RANK
+        itself, as its script expects it. A spare's rank is one that no worker has.
         """
         if self.master is None and not self.is_open:
             return {}
@@ -127,8 +127,8 @@ class Launch:
             "ROLE_WORLD_SIZE": size,
             "GROUP_RANK": str(nodes.index(world.me.node)),
             "GROUP_WORLD_SIZE": str(len({worker.node for worker in world.workers})),
-            "LOCAL_RANK": str(self.local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            **({} if self.is_open else {"LOCAL_RANK": str(self.local_rank)}),
         }
 
     @staticmethod
@@ -153,7 +153,8 @@ class Launch:
         return Launch(
             rank=int(environ["RANK"]),
             world_size=int(environ["WORLD_SIZE"]),
-            local_rank=int(environ.get("LOCAL_RANK", "0")),
+            # torchrun's --virtual-local-rank has LOCAL_RANK=0 for every worker of a node
+            local_rank=int(environ["RANK"] if is_own_node else environ.get("LOCAL_RANK", "0")),
             local_world_size=int(environ.get("LOCAL_WORLD_SIZE", "1")),
             num_nodes=int(environ.get("GROUP_WORLD_SIZE", "1")),
             run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.run import get_args_parser
 
 from elastic_train.cli import main as console
 from elastic_train.training.state import state_sha256
@@ -96,6 +97,15 @@ def test_the_node_of_master_addr_dies_in_a_static_world(cluster: Cluster) -> Non
 def test_several_workers_of_one_machine(cluster: Cluster) -> None:
     program = ("-m", "elastic_train", "--run-dir", str(cluster.run_dir), *SHORT)
     cluster.finish([cluster.launch([*TORCHRUN, "--standalone", "--nproc-per-node=2", *program], {})])
+    check_short_run(cluster.run_dir, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("--virtual-local-rank" not in get_args_parser().format_help(), reason="torch before 2.15")
+def test_workers_of_which_each_sees_one_gpu_as_the_first(cluster: Cluster) -> None:
+    """torchrun tells each that its LOCAL_RANK is 0."""
+    program = ("--virtual-local-rank", "-m", "elastic_train")
+    cluster.finish(cluster.start(*SHORT, "--device", "cpu", nnodes="1:2", nproc=2, program=program))
     check_short_run(cluster.run_dir, 2)
 
 

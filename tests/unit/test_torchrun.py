@@ -683,21 +683,40 @@ def test_launch_under_etcd3() -> None:
     assert max_nodes_of(launch, environ) == 4
 
 
+C10D_OF_ONE, ETCD_OF_ONE = C10dSettings(("h:1",), 1, 4, 0.5).to_json(), EtcdSettings(("e:2379",)).to_json()
+
+
+@pytest.mark.parametrize("settings", [{C10D_VARIABLE: C10D_OF_ONE}, {SETTINGS_VARIABLE: ETCD_OF_ONE}])
+def test_workers_that_are_all_told_to_be_the_first_of_their_node_are_told_apart(settings: dict[str, str]) -> None:
+    """torchrun --virtual-local-rank: LOCAL_RANK is 0 for each, and has to be, as each sees one GPU."""
+    launches = [
+        Launch.from_environment(OF_WORKERS | settings | {"RANK": rank, "LOCAL_RANK": "0"}, None) for rank in ("0", "1")
+    ]
+    assert [launch.local_rank for launch in launches] == [0, 1]
+    members = tuple(member(0, 0, local_rank=launch.local_rank) for launch in launches)
+    assert "LOCAL_RANK" not in launches[1].variables_in(World(1, 7, members))
+
+
+def test_what_srun_says_of_a_place_on_its_node_is_told_as_torchruns_variable() -> None:
+    step = {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2"}
+    launch = Launch.from_environment(step, None)
+    members = tuple(member(0, 0, local_rank=local_rank) for local_rank in (0, 1))
+    assert launch.variables_in(World(1, 7, members))["LOCAL_RANK"] == "1"
+
+
 def test_a_world_in_torchruns_variables() -> None:
     """Three nodes of two workers each, ranks as they came; the last node stands by."""
     nodes = (0, 1, 1, 0, 2, 2)
     members = tuple(member(node, 0, local_rank=nodes[:rank].count(node)) for rank, node in enumerate(nodes))
     environ = OF_WORKERS | {C10D_VARIABLE: C10dSettings(("h:1",), 2, 4, 0.5).to_json()}
-    found = []
-    for rank, one in enumerate(members):
-        launch = Launch.from_environment(environ | {"LOCAL_RANK": str(one.local_rank)}, None)
-        found.append(launch.variables_in(World(rank, 7, members, max_world_size=4)))
-    assert found[2] == {
+    launch = Launch.from_environment(environ, None)
+    found = [launch.variables_in(World(rank, 7, members, max_world_size=4)) for rank in range(6)]
+    of_node = {"LOCAL_WORLD_SIZE": "2"}  # LOCAL_RANK stays as the agent has set it
+    assert found[2] == of_node | {
         "RANK": "2", "WORLD_SIZE": "4", "ROLE_RANK": "2", "ROLE_WORLD_SIZE": "4", "GROUP_RANK": "1",
-        "GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+        "GROUP_WORLD_SIZE": "2",
     }  # fmt: skip
     assert [variables["RANK"] for variables in found] == list("012345")
-    assert [variables["LOCAL_RANK"] for variables in found] == list("001101")
     assert [variables["GROUP_RANK"] for variables in found] == list("011022")
     assert {variables["GROUP_WORLD_SIZE"] for variables in found} == {"2"}
 
