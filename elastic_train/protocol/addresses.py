@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import fcntl
 import ipaddress
 import os
@@ -21,6 +22,8 @@ if TYPE_CHECKING:  # torchrun's agent needs nothing else of it
 DEFAULT_PORT, MAX_PORT = 29400, 65535
 NOBODY, NOBODY_V6 = "192.0.2.1", "2001:db8::1"
 """for documentation alone: TEST-NET-1 (RFC 5737), RFC 3849"""
+ENTRY, MOST_ADDRESSES = 40, 4096
+"""bytes of `struct ifreq`, netdevice(7); IPv4 addresses that are looked at"""
 
 
 def normalize_endpoint(text: str) -> str:
@@ -142,10 +145,8 @@ def _is_own(ip: str) -> bool:
         return False
     if not _can_bind(NOBODY_V6 if ":" in ip else NOBODY):
         return True
-    import psutil  # here: the agent seldom needs it
-
     address = ipaddress.ip_address(ip)
-    of_interfaces = {one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found}
+    of_interfaces = {found for _, found in interface_addresses()}
     return address.is_loopback or address.is_unspecified or str(address) in of_interfaces
 
 
@@ -157,24 +158,30 @@ def _can_bind(ip: str) -> bool:
 
 
 def use_interface_of(address: str) -> None:
-    """Make gloo use the network interface that has this address, unless GLOO_SOCKET_IFNAME says otherwise.
+    """Make gloo use the network interface that has this address, unless GLOO_SOCKET_IFNAME says otherwise. Of several
+    that it has gloo takes the first one, an IPv4 one where there is any.
 
     gloo would take the address that the host name resolves to, often 127.0.1.1.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    for _, name in socket.if_nameindex():
-        if interface_address(name) == address:
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-            return
+    name = next((name for name, own in interface_addresses() if own == address.partition("%")[0]), None)
+    if name is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def interface_address(name: str) -> str | None:
-    """The first IPv4 address of a network interface; None if it has none."""
-    request = struct.pack("256s", name.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR, netdevice(7)
-        except OSError:
-            return None
-    return socket.inet_ntoa(reply[20:24])
+def interface_addresses() -> list[tuple[str, str]]:
+    """(name, IP address) of all that network interfaces of this machine have; none where this is not Linux. An IPv4
+    address may have a name of its own, `eth0:1`, by which gloo knows it too.
+    """
+    found = []
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        entries = array.array("B", bytes(ENTRY * MOST_ADDRESSES))
+        request = struct.pack("iP", len(entries), entries.buffer_info()[0])
+        length, _ = struct.unpack("iP", fcntl.ioctl(probe.fileno(), 0x8912, request))  # SIOCGIFCONF, netdevice(7)
+        for entry in (bytes(entries[start : start + ENTRY]) for start in range(0, length, ENTRY)):
+            found.append((entry[:16].partition(b"\0")[0].decode(), socket.inet_ntoa(entry[20:24])))
+    with suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as lines:
+        for digits, *_, name in map(str.split, lines):
+            found.append((name, str(ipaddress.IPv6Address(bytes.fromhex(digits)))))
+    return found

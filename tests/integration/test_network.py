@@ -76,18 +76,36 @@ OTHERS = ("10.77.9.2", "10.77.8.2", "fd77::2")
 
 def test_a_host_that_may_bind_any_address_takes_none_for_its_own() -> None:
     """As beside keepalived: each node would take itself for the first endpoint's host, and begin a job."""
-    code = f"""
+    found = said_beside_others(f"""
 from elastic_train.protocol.addresses import _can_bind, is_local
 
-found = [ip for ip in {OWN + OTHERS!r} if is_local(ip)]
-print(*found, all(map(_can_bind, {OTHERS!r})))
-"""
+print(*(ip for ip in {OWN + OTHERS!r} if is_local(ip)), all(map(_can_bind, {OTHERS!r})))
+""")
+    assert found == [*OWN, "True"]
+
+
+def test_the_interface_of_any_of_a_hosts_addresses_is_the_one_that_gloo_takes() -> None:
+    """Without one it takes what the host's own name leads to: 127.0.0.1, or Debian's 127.0.1.1."""
+    found = said_beside_others(f"""
+import os
+from elastic_train.protocol.addresses import use_interface_of
+
+for ip in {OWN + OTHERS!r}:
+    use_interface_of(ip)
+    print(os.environ.pop("GLOO_SOCKET_IFNAME", "none"))
+""")
+    assert found == ["lo", "lo", "v0", "v0", "v0", "v0", "none", "none", "none"]
+
+
+def said_beside_others(code: str) -> list[str]:
+    """What a program prints on a host with the addresses OWN, which may bind OTHERS too."""
     as_root = () if os.geteuid() == 0 else ("--user", "--map-root-user")
     command = ["unshare", *as_root, "--net", "sh", "-c", BINDS_ANY, "sh", sys.executable, "-c", code]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if ended.returncode == 77:
         pytest.skip(f"no IPv6, or a /proc/sys that cannot be written to: {ended.stderr}")
-    assert (ended.stdout.split(), ended.stderr) == ([*OWN, "True"], "")
+    assert ended.stderr == ""
+    return ended.stdout.split()
 
 
 def cut_off(*places: Place) -> None:

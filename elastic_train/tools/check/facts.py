@@ -64,7 +64,7 @@ class WorkerFacts:
     interface: str | None
     """network interface that has `address`, which gloo will take"""
     interfaces: tuple[str, ...]
-    """all of this node, as NAME=ADDRESS where they have an IPv4 address"""
+    """all of this node, as NAME=ADDRESS where they have an address, with the first one"""
     wanted_interfaces: dict[str, str]
     """GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where they are set"""
     host_addresses: tuple[str, ...]

@@ -26,7 +26,7 @@ from elastic_train.errors import ElasticTrainError, SnapshotError, UsageError, c
 from elastic_train.notices.clouds import find_cloud
 from elastic_train.observe.metrics import Metrics
 from elastic_train.preemption import given_seconds, notices_flag
-from elastic_train.protocol.addresses import interface_address
+from elastic_train.protocol.addresses import interface_addresses
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.snapshot_interval import interval_of
 from elastic_train.storage.atomic_files import require_writable
@@ -66,7 +66,8 @@ def look_here(
         state_error = kind_and_line(error)
     notices_of, notice_seconds = notices_here(config.notices, os.environ) if launch.local_rank == 0 else ("", None)
     backend = choose_backend(device)
-    interfaces = {name: interface_address(name) for _, name in socket.if_nameindex()}
+    own = interface_addresses()
+    first = {name: "" for _, name in socket.if_nameindex()} | dict(reversed(own))
     return WorkerFacts(
         host=host_name(),
         machine=BOOT_ID.read_text().strip() if BOOT_ID.exists() else platform.node(),
@@ -78,8 +79,8 @@ def look_here(
         versions=all_versions(backend),
         has_hook=has_hook(),
         backend=backend,
-        interface=next((name for name, found in interfaces.items() if found == address), None),
-        interfaces=tuple(f"{name}={found}" if found else name for name, found in interfaces.items()),
+        interface=next((name for name, found in own if found == address), None),
+        interfaces=tuple(f"{name}={found}" if found else name for name, found in first.items()),
         wanted_interfaces=wanted_interfaces(os.environ),
         host_addresses=host_addresses(),
         num_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
