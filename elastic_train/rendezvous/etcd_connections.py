@@ -31,6 +31,7 @@ CONNECT_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 5000),  # what one attempt to connect may take; a busy machine needs seconds
     ("grpc.max_reconnect_backoff_ms", 1000),  # the default, 2 minutes, would hide a member that is back
     ("grpc.max_receive_message_length", 64 * 2**20),
+    ("grpc.enable_http_proxy", 0),  # of http_proxy and https_proxy, which are for the web
 )
 
 

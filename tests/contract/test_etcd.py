@@ -90,6 +90,20 @@ def test_what_every_agent_and_worker_imports_does_not_import_the_client() -> Non
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.parametrize("variable", ["grpc_proxy", "http_proxy", "https_proxy"])
+def test_a_proxy_for_the_web_is_not_asked_for_etcd(
+    variable: str, trio: OwnEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most clusters have one, and it lets nobody through to a port of their own."""
+    for name in ("no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "http://127.0.0.1:1")
+    etcd = connect(trio.settings(), deadline=10)
+    EtcdStore(etcd).put("past/proxies", variable)
+    assert EtcdStore(etcd).get("past/proxies") == variable
+    etcd.connections.close()
+
+
 # --- members that die, freeze, and come back --------------------------------------------------------------------------
 
 
