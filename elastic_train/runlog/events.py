@@ -12,10 +12,13 @@ of one that only ever goes on, of this machine alone.
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,47 +32,66 @@ if TYPE_CHECKING:
 
 FINISHED = frozenset({"finished", "already_finished"})
 """the outcomes in a `done` event of who reached the end"""
+PAUSE_SECONDS, PAUSE_FACTOR = 60.0, 20.0
+"""a mount that answers after a timeout, of minutes perhaps, costs a twentieth of the time at most"""
 
 
 class JsonLines:
     """An append-only file of JSON objects, made at the first line; every line is in the kernel before `write` returns.
 
-    A file system that is full or gone must not end the training. While it is full, lines are lost, which one line on
-    stderr says; at any other failure, which may take long each time, the file is given up.
+    A file system that is full or gone must not end the training. Meanwhile lines are lost, which one line on stderr
+    says. A full one is tried at every line; any other failure, which may take long each time, leaves the file alone for
+    PAUSE_SECONDS and PAUSE_FACTOR times what it took. A handle that an NFS server's restart made stale is opened anew.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
+        self._clock = clock
         self._fd: int | None = None
-        self._has_failed = self._is_given_up = False
+        self._has_failed = False
+        self._paused_until = -math.inf
         self._lock = threading.RLock()
         """a thread may write while another closes; a signal handler may write within a write"""
 
     def write(self, line: dict[str, Any]) -> None:
         data = line_of(line)
         with self._lock:
-            if not self._is_given_up:
+            began = self._clock()
+            if began < self._paused_until:
+                return
+            try:
                 self._append(data)
+            except OSError as error:
+                self.close()  # the next line begins behind a newline, where this one was cut off
+                if error.errno not in DISK_FULL:
+                    took = self._clock() - began
+                    self._paused_until = began + took + max(PAUSE_SECONDS, PAUSE_FACTOR * took)
+                if not self._has_failed:
+                    until = "there is room" if error.errno in DISK_FULL else "it can be written to"
+                    write_line(f"warning: {self.path} misses lines until {until}: {error.strerror}; training goes on")
+                self._has_failed = True
+            else:
+                self._has_failed = False
 
     def _append(self, data: bytes) -> None:
+        """Raises: OSError."""
         try:
-            if self._fd is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                size = os.fstat(self._fd).st_size
-                if size and os.pread(self._fd, 1, size - 1) != b"\n":
-                    os.write(self._fd, b"\n")
-            if os.write(self._fd, data) != len(data):
-                os.write(self._fd, b"\n")  # the disk filled up within the line: end it, so that readers skip only it
+            self._append_once(data)
         except OSError as error:
-            self.close()  # the next line begins behind a newline, where this one was cut off
-            self._is_given_up = error.errno not in DISK_FULL
-            if self._is_given_up or not self._has_failed:
-                what = "is given up" if self._is_given_up else "misses lines until there is room"
-                write_line(f"warning: {self.path} {what}: {error.strerror}; training goes on")
-            self._has_failed = True
-        else:
-            self._has_failed = False
+            if error.errno != errno.ESTALE:
+                raise
+            self.close()
+            self._append_once(data)
+
+    def _append_once(self, data: bytes) -> None:
+        if self._fd is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            size = os.fstat(self._fd).st_size
+            if size and os.pread(self._fd, 1, size - 1) != b"\n":
+                os.write(self._fd, b"\n")
+        if os.write(self._fd, data) != len(data):
+            os.write(self._fd, b"\n")  # the disk filled up within the line: end it, so that readers skip only it
 
     def is_elsewhere(self) -> bool:
         """Whether the file that lines go to is no longer at its path: it was moved or removed."""
@@ -83,9 +105,10 @@ class JsonLines:
 
     def close(self) -> None:
         with self._lock:
-            if self._fd is not None:
-                os.close(self._fd)
-                self._fd = None
+            fd, self._fd, self._paused_until = self._fd, None, -math.inf
+            if fd is not None:
+                with suppress(OSError):  # NFS tells here what has become of earlier lines
+                    os.close(fd)
 
 
 class EventLog:

@@ -182,7 +182,7 @@ def test_a_terminal_that_has_gone_ends_nothing(
     assert [line["event"] for line in lines] == ["step", "warning"]
 
 
-def test_files_that_are_given_up_need_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_written_need_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "events").write_text("no folder")
     screen, terminal = pty.openpty()
     os.close(screen)
@@ -327,13 +327,85 @@ def test_when_there_is_room_again_lines_are_written_again(
     assert len(capsys.readouterr().err.splitlines()) == 2, "one for each time that it was full"
 
 
-def test_a_directory_that_cannot_be_made_is_given_up_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("failing", ["write", "open"])
+def test_a_stale_handle_is_opened_anew(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An NFS server has failed over: the path is good again at the next open."""
+    lines = JsonLines(tmp_path / "lines.jsonl")
+    lines.write({"number": 0})
+    if failing == "open":
+        lines.close()
+    fail_once(failing, errno.ESTALE, monkeypatch)
+    for number in (1, 2):
+        lines.write({"number": number})
+    assert read_all(lines.path) == [{"number": 0}, {"number": 1}, {"number": 2}]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT, errno.EACCES])
+def test_a_failing_mount_is_left_alone_for_a_while_and_tried_again(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each try may take minutes: training is held up for a twentieth of the time at most."""
+    now, tries, write, is_failing = [100.0], [0], os.write, True
+
+    def write_late(fd: int, data: bytes) -> int:
+        tries[0] += 1
+        if is_failing:
+            now[0] += 10.0
+            raise OSError(number, os.strerror(number))
+        return write(fd, data)
+
+    lines = JsonLines(tmp_path / "lines.jsonl", clock=lambda: now[0])
+    monkeypatch.setattr("elastic_train.runlog.events.os.write", write_late)
+    for _ in range(3):
+        lines.write({"number": 0})
+    assert tries == [1]
+    now[0] += 200.0
+    lines.write({"number": 1})
+    assert tries == [2]
+    is_failing = False
+    now[0] += 199.0
+    lines.write({"number": 2})
+    now[0] += 1.0
+    lines.write({"number": 3})
+    lines.write({"number": 4})
+    assert read_all(lines.path) == [{"number": 3}, {"number": 4}]
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert f"misses lines until it can be written to: {os.strerror(number)}; training goes on" in warning
+
+
+def test_an_error_as_a_file_is_closed_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS tells there of what it could not write before."""
+    log = EventLog(tmp_path / "events", host="a", local_rank=0, rank=0, world_size=1)
+    log.write("start")
+    fail_once("close", errno.EDQUOT, monkeypatch)
+    log.begin_again()
+    log.close()
+    assert [line["event"] for line in read_all(only_file(tmp_path / "events"))] == ["start", "start"]
+
+
+def fail_once(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call of a function of `os` by the log raises."""
+    whole, has_failed = getattr(os, name), [False]
+
+    def fail(*args: Any) -> Any:
+        if not has_failed[0]:
+            has_failed[0] = True
+            raise OSError(number, os.strerror(number))
+        return whole(*args)
+
+    monkeypatch.setattr(f"elastic_train.runlog.events.os.{name}", fail)
+
+
+def test_a_directory_that_cannot_be_made_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "events").touch()
     log = event_log(tmp_path / "events")
     log.write("start")
     log.write("step")
     (warning,) = capsys.readouterr().err.splitlines()
-    assert "is given up: " in warning
+    assert "misses lines until it can be written to: " in warning
 
 
 def test_a_file_whose_folder_was_removed_is_begun_again(tmp_path: Path) -> None:
