@@ -137,16 +137,27 @@ def local_flock(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> s
 
 
 def process_stat(pid: int) -> tuple[str | None, str]:
-    """State letter and start time of a process; (None, "") where there is none, ("?", "") without a /proc."""
+    """State letter and start time of a process; (None, "") where there is none, ("?", "") where that cannot be seen:
+    without a /proc, or where it hides the processes of others (hidepid of proc(5))."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # the name in parentheses may itself hold parentheses and spaces
             fields = file.read().rpartition(b")")[2].split()
         return fields[0].decode(), fields[19].decode()
     except (FileNotFoundError, ProcessLookupError):
-        return (None if os.path.isdir("/proc/self") else "?"), ""
+        return (None if os.path.isdir("/proc/self") and not _is_hidden(pid) else "?"), ""
     except (OSError, IndexError):
         return "?", ""
+
+
+def _is_hidden(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return pid > 0
 
 
 def name_of_process(pid: int) -> str:

@@ -30,6 +30,7 @@ from elastic_train.system import (
     name_of_process,
     num_cores,
     open_sockets,
+    process_stat,
 )
 
 
@@ -53,6 +54,43 @@ def test_cores_are_counted_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.delattr(os, "sched_getaffinity")
     assert num_cores() >= 1
+
+
+BESIDE_ROOT = """
+import os, subprocess, sys
+from elastic_train.system import process_stat
+with subprocess.Popen(["sleep", "60"]) as others:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    if os.fork() == 0:
+        os.setgroups([]), os.setgid(65534), os.setuid(65534)  # of group 0 nothing is hidden
+        print(os.path.exists(f"/proc/{others.pid}"), *map(process_stat, (others.pid, ended.pid)), flush=True)
+        os._exit(0)
+    os.wait()
+    others.kill()
+"""
+HIDDEN_PROC = 'mount -t proc -o hidepid=2 proc /proc || exit 77; "$@"'
+
+
+def test_a_process_that_proc_hides_is_not_taken_for_one_that_has_ended() -> None:
+    """As on the machines of many clusters, for the processes of other users."""
+    hidden = ["unshare", "--mount", "--pid", "--fork", "sh", "-c", HIDDEN_PROC, "sh"]
+    command = [*hidden, sys.executable, "-c", BESIDE_ROOT]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if os.geteuid() != 0 or ended.returncode == 77:
+        pytest.skip(f"/proc cannot be mounted: {ended.stderr}")
+    assert (ended.stdout, ended.stderr) == ("False ('?', '') (None, '')\n", "")
+
+
+def test_a_process_that_may_not_be_signalled_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_pid: int, _signal: int) -> None:
+        raise PermissionError
+
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert [process_stat(pid) for pid in (0, ended.pid, 2**40)] == [(None, "")] * 3
+    monkeypatch.setattr(os, "kill", refuse)
+    assert process_stat(ended.pid) == ("?", "")
 
 
 def test_a_number_that_another_file_has_by_now_is_no_socket(tmp_path: Path) -> None:
