@@ -89,7 +89,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
                 join_timeout=read_seconds(conf, "join_timeout", JOIN_SECONDS),
                 read_timeout=read_seconds(conf, "read_timeout", READ_SECONDS),
             )
-            return AgentsHandler(parameters, settings, seconds)
+            return AgentsHandler(parameters, settings, seconds, _given_address(parameters))
     except UsageError as error:
         _exit(error)
     return _workers_handler(parameters, f"in etcd at {','.join(settings.endpoints)}", SETTINGS_VARIABLE, settings)
@@ -179,12 +179,7 @@ def _workers_handler(
     parameters: RendezvousParameters, where: str, variable: str, settings: C10dSettings | EtcdSettings
 ) -> WorkersHandler:
     """Hand the settings to the workers. Here and not in the hook: torch may log that the hook failed, and go on."""
-    try:
-        address = own_address(parameters.local_addr) if parameters.local_addr else None
-    except ValueError as error:
-        _exit(
-            UsageError(f"--local-addr={parameters.local_addr}: {error}; give an IP address that `ip addr` shows here")
-        )
+    address = _given_address(parameters)
     line = announcement(where, settings)
     if line is not None:
         write_line(line)
@@ -194,6 +189,17 @@ def _workers_handler(
     if address is not None:
         os.environ[ADDRESS_VARIABLE] = address
     return WorkersHandler(parameters)
+
+
+def _given_address(parameters: RendezvousParameters) -> str | None:
+    """The IP address of --local-addr, if it says one that others can reach; a mistake in it ends the process with a
+    line. Blocks as `look_up`."""
+    try:
+        return own_address(parameters.local_addr) if parameters.local_addr else None
+    except ValueError as error:
+        _exit(
+            UsageError(f"--local-addr={parameters.local_addr}: {error}; give an IP address that `ip addr` shows here")
+        )
 
 
 def _new_node_id() -> str:

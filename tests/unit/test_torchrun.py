@@ -24,8 +24,10 @@ from torch.distributed.launcher import api as torch_launcher
 from elastic_train import wording
 from elastic_train.elastic.connect import local_address
 from elastic_train.errors import FormationFailed, UsageError
+from elastic_train.protocol import addresses
 from elastic_train.protocol.addresses import normalize_endpoint, parse_endpoints, split_endpoint
-from elastic_train.rendezvous import command_line, hook, launch
+from elastic_train.protocol.names import look_up
+from elastic_train.rendezvous import command_line, etcd_handler, hook, launch
 from elastic_train.rendezvous.command_line import (
     agent_above,
     agent_arguments,
@@ -368,9 +370,23 @@ def test_an_address_that_is_given_is_the_nodes(backend: str, given: str) -> None
     assert local_address(started, pytest.fail) == ("127.0.0.1" if given == "localhost" else given)
 
 
-def test_an_address_of_another_machine_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("given", "found"), [("127.0.0.2", "127.0.0.2"), ("localhost", "127.0.0.1"), ("me", None)])
+def test_an_agent_that_serves_a_store_is_told_where_a_name_of_its_own_leads(
+    given: str, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would listen at 127.0.1.1 where the own name leads there, as Debian's does, and the others find nobody."""
+    told: list[Any] = []
+    monkeypatch.setattr(etcd_handler, "AgentsHandler", lambda *arguments: told.append(arguments[-1]))
+    monkeypatch.setattr(addresses, "look_up", lambda host: ["127.0.1.1"] if host == "me" else look_up(host))
+    create_handler(parameters("etcd3", membership="agents", local_addr=given))
+    assert told == [found]
+
+
+@pytest.mark.parametrize("membership", ["workers", "agents"])
+def test_an_address_of_another_machine_is_told(membership: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is asked of etcd."""
     with pytest.raises(SystemExit) as ended:
-        create_c10d_handler(parameters(local_addr="192.0.2.1"))
+        create_handler(parameters("etcd3", endpoint="127.0.0.1:1", membership=membership, local_addr="192.0.2.1"))
     assert ended.value.code == 2
     assert ADDRESS_VARIABLE not in os.environ
     (line,) = capsys.readouterr().err.splitlines()
