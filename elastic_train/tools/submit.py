@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -123,9 +124,15 @@ def _check(job: SlurmJob, is_fixed: bool) -> None:
         parse(job.flags)
 
 
-def _setup_of_this_environment() -> str | None:
+def _setup_of_this_environment() -> str:
+    """For the shell: conda, a module and `pip install --user` have no script that activates, and may have their
+    programs apart from Python's."""
     activate = Path(sys.prefix) / "bin" / "activate"
-    return f"source {shlex.quote(str(activate))}" if activate.exists() else None
+    if activate.exists():
+        return f"source {shlex.quote(str(activate))}"
+    programs = [sys.executable, *filter(None, map(shutil.which, ("torchrun", "elastic-train")))]
+    folders = dict.fromkeys(str(Path(program).parent) for program in programs)
+    return f"export PATH={shlex.quote(':'.join(folders))}:$PATH"
 
 
 def set_option(script: str, name: str, value: str) -> str:
