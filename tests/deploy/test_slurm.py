@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,43 @@ def test_an_array_meets_in_etcd() -> None:
     assert options(script)["array"] == "0-3"
     assert options(script)["nodes"] == "1"
     assert variables(script, "ETCD", "ETCD_CONF", "JOB", "RUN_DIR") == ["a:1,b:2", "ca=x", "big", "runs/slurm-big"]
+
+
+def test_an_environment_without_a_script_that_activates_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """conda's; and `pip install --user` has the programs in a folder of its own."""
+    own, users = tmp_path / "my env" / "bin", tmp_path / "local"
+    for path in (own / "python3", own / "torchrun", users / "torchrun", users / "elastic-train"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+    monkeypatch.setattr(sys, "prefix", str(own.parent))
+    monkeypatch.setattr(sys, "executable", str(own / "python3"))
+    monkeypatch.setenv("PATH", f"{users}:{os.environ['PATH']}")
+    [setup] = variables(write_script(SlurmJob()), "SETUP")
+    seen = subprocess.run(
+        ["bash", "-c", f"{setup}; type -P python3 torchrun elastic-train"],
+        capture_output=True, text=True, check=True, env={"PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert seen.stdout.splitlines() == [str(own / "python3"), str(own / "torchrun"), str(users / "elastic-train")]
+
+
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
+def test_steps_have_what_setup_has_brought(nodes: str, tmp_path: Path) -> None:
+    """Also where sbatch's --export=NONE, by SBATCH_EXPORT perhaps, would hold for srun: it says so by this variable."""
+    setup = f"export PATH={tmp_path}:$PATH"
+    script = write_script(SlurmJob(nodes=nodes, setup=setup, run_dir=str(tmp_path / "run")))
+    seen = tmp_path / "seen"
+    for name, body in {
+        "srun": f'echo "$SLURM_EXPORT_ENV" >> {seen}; exit 1',
+        "scontrol": "printf 'n1\\nn2\\n'",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2"}
+    subprocess.run(
+        ["bash"], input=script, text=True, timeout=60, check=False, env=env | {"SLURM_EXPORT_ENV": "NONE"}
+    )  # fmt: skip
+    assert seen.read_text().split() == ["ALL"]
 
 
 @pytest.mark.parametrize("nodes", ["2", "1:2"])
