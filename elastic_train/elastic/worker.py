@@ -354,10 +354,7 @@ def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
         has_own_optimizer=own is not None,
     )
     if config.compile:
-        # In ordered mode a graph for each shape: one for all would, after the first tail of an epoch, run whole steps
-        # too, and round them otherwise than in a process that has seen none.
-        is_dynamic = False if config.reduction == "ordered" else None
-        model.compile(dynamic=is_dynamic)  # in place: no `_orig_mod.` in any name; after the averaged copy was made
+        model.compile()  # in place: no `_orig_mod.` in any name; after the averaged copy was made
     return state
 
 

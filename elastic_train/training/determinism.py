@@ -11,15 +11,23 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.compiler.config
 
+from elastic_train.errors import UsageError
 from elastic_train.system import processor_facts
 
 THREADS_PER_WORKER = 1
 """kernels split sums over threads; one is what every machine has, and with a worker per core nothing is lost"""
+
+MOST_GRAPHS = 256
+"""of one function that torch.compile may make, one for each shape: as many as its own limit over all functions"""
+_OVER_LIMIT = "FailOnRecompileLimitHit"
+"""the class of what torch raises beyond; it has no public name"""
 
 _NONDETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
 # cuBLAS picks among kernels by the workspace it has; torch refuses to call it deterministic without one of these.
@@ -41,10 +49,44 @@ def switch_on(*, strict: bool, warn: Callable[[str], None]) -> None:
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
     torch.set_num_threads(THREADS_PER_WORKER)
+    _compile_each_shape()
     _name_operators_in_warnings(warn)
 
 
-def name_nondeterministic_operator(message: str) -> str | None:
+def _compile_each_shape() -> None:
+    """Have torch.compile make a graph for each shape, and run nothing uncompiled. One graph for several would, after
+    the first tail of an epoch, run whole steps too, and round them otherwise than in a process that has seen none; and
+    torch's limit of eight leaves those uncompiled that a process has met last."""
+    compiler = torch.compiler.config
+    compiler.automatic_dynamic_shapes = False
+    compiler.recompile_limit = max(compiler.recompile_limit, MOST_GRAPHS)
+    compiler.fail_on_recompile_limit_hit = True
+
+
+@contextmanager
+def refused_as_what_it_is(device: torch.device) -> Iterator[None]:
+    """Code of the user's runs inside the block. Raises: UsageError where torch refuses to go on without the same bits,
+    as `switch_on` has told it to."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ == _OVER_LIMIT:
+            raise UsageError(
+                f"--reduction ordered: torch.compile has made {torch.compiler.config.recompile_limit} graphs of one "
+                "function, and would run it uncompiled for what is of yet another shape, so the bits would depend on "
+                "which ones a process has met: pad to fewer lengths, or raise torch.compiler.config.recompile_limit "
+                "and accumulated_recompile_limit as your module is imported"
+            ) from error
+        operator = _name_nondeterministic_operator(str(error)) if isinstance(error, RuntimeError) else None
+        if operator is None:
+            raise
+        raise UsageError(
+            f"--strict: {operator} has no deterministic form on {device.type}; replace it in the model or "
+            "the loss, or leave out --strict and the bits may differ from run to run"
+        ) from error
+
+
+def _name_nondeterministic_operator(message: str) -> str | None:
     """The operator that torch complains about for want of a deterministic form; None for any other message."""
     found = _NONDETERMINISTIC.search(message)
     if found:
@@ -58,7 +100,7 @@ def _name_operators_in_warnings(warn: Callable[[str], None]) -> None:
     warned: set[str] = set()
 
     def show_once(message: Warning | str, *arguments: Any, **more: Any) -> None:
-        operator = name_nondeterministic_operator(str(message))
+        operator = _name_nondeterministic_operator(str(message))
         if operator is None:
             show(message, *arguments, **more)
         elif operator not in warned:

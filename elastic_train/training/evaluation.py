@@ -15,6 +15,7 @@ from elastic_train.config import Config
 from elastic_train.errors import UsageError
 from elastic_train.rules import Activity
 from elastic_train.training.collectives import all_reduce, broadcast, gather_json
+from elastic_train.training.determinism import refused_as_what_it_is
 from elastic_train.training.epoch_dataset import EpochDataset
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.loader_processes import open_loader, read_apart
@@ -175,8 +176,8 @@ def _block_samples(config: Config) -> int:
 
 def _sums_of(model: nn.Module, task: Task, batch: Any, device: torch.device, config: Config) -> dict[str, torch.Tensor]:
     """What the task's `evaluate` gives for a batch. Raises: UsageError where that is something else than scalars by
-    name."""
-    with autocast_of(config.precision, device)():
+    name; as `refused_as_what_it_is`."""
+    with refused_as_what_it_is(device), autocast_of(config.precision, device)():
         values: Any = task.evaluate(model, task.to_device(batch, device))
     if not isinstance(values, dict):
         raise UsageError(

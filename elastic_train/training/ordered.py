@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from elastic_train.errors import UsageError
 from elastic_train.rules import Activity
 from elastic_train.training.collectives import numbers
-from elastic_train.training.determinism import name_nondeterministic_operator
+from elastic_train.training.determinism import refused_as_what_it_is
 from elastic_train.training.ordered_buffers import Buffers, Leaf, Row
 from elastic_train.training.ordered_tree import (
     Node,
@@ -216,17 +216,9 @@ class OrderedReduction:
         versions = [None if parameter.grad is None else parameter.grad._version for parameter in self._parameters]
         count = len(micro_batch.indices)
         weight = count / micro_batch.step_samples
-        try:
+        with refused_as_what_it_is(self._device):
             mean = loss(self._model, micro_batch, batch)
             scale(mean * weight).backward()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            operator = name_nondeterministic_operator(str(error))
-            if operator is None:
-                raise
-            raise UsageError(
-                f"--strict: {operator} has no deterministic form on {self._device.type}; replace it in the model or "
-                "the loss, or leave out --strict and the bits may differ from run to run"
-            ) from error
         tally.losses[micro_batch.shard] = mean.detach().double() * count
         seen: set[int] = set()
         for index, (parameter, version) in enumerate(zip(self._parameters, versions, strict=True)):

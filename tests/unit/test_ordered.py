@@ -20,15 +20,19 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from elastic_train.config import Config
 from elastic_train.errors import UsageError
 from elastic_train.system import processor_facts
 from elastic_train.tools.bench.reduction_speed import local_world
 from elastic_train.training import determinism, ordered_tree
+from elastic_train.training.evaluation import evaluate
 from elastic_train.training.ordered import OrderedReduction
 from elastic_train.training.ordered_buffers import Buffers
 from elastic_train.training.ordered_tree import TreeExchange, are_siblings, push, subtrees, tree_sum
 from elastic_train.training.sampler import MicroBatch, split
+from elastic_train.training.tasks import Task
 
 CPU = torch.device("cpu")
 MAX = 12
@@ -524,6 +528,7 @@ def test_buffers_move_counters_and_floats() -> None:
 def deterministic(*, strict: bool) -> Iterator[list[str]]:
     """Switched on inside, the process's settings of before after it; gives what was warned."""
     show, threads = warnings.showwarning, torch.get_num_threads()
+    compiler = {name: getattr(torch.compiler.config, name) for name in OF_COMPILER}
     said: list[str] = []
     try:
         determinism.switch_on(strict=strict, warn=said.append)
@@ -532,6 +537,11 @@ def deterministic(*, strict: bool) -> Iterator[list[str]]:
         warnings.showwarning = show
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(threads)
+        for name, value in compiler.items():
+            setattr(torch.compiler.config, name, value)
+
+
+OF_COMPILER = ("automatic_dynamic_shapes", "recompile_limit", "fail_on_recompile_limit_hit")
 
 
 def without_deterministic_form(values: Tensor) -> Tensor:
@@ -570,6 +580,75 @@ def test_strict_names_the_operator_in_an_error() -> None:
 
     with deterministic(strict=True), pytest.raises(UsageError, match=r"--strict: max_unpool\S* has no deterministic"):
         run(nn.Linear(4, 2), [2, 2], loss)
+
+
+@pytest.fixture
+def sizes() -> Iterator[list[int]]:
+    """Of the batches for which `compiled` has made a graph, "s" for any; in the order in which they were made."""
+    torch.compiler.reset()
+    made.clear()
+    yield made
+    torch.compiler.reset()
+
+
+made: list[Any] = []
+
+
+def compiled(**options: Any) -> nn.Module:
+    """A layer whose graphs run as they are."""
+
+    def note(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        made.append([one.shape[0] for one in inputs if isinstance(one, Tensor)][-1])
+        return graph.forward
+
+    model = nn.Sequential(nn.Linear(4, 2))
+    model.compile(backend=note, **options)
+    return model
+
+
+def run_batches(model: nn.Module, sizes: Sequence[int]) -> None:
+    for size in sizes:
+        run(model, [size], mean_output)
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic": None}, {"dynamic": False}])
+def test_each_shape_has_a_graph_of_its_own_whatever_a_process_has_met(sizes: list[int], options: Any) -> None:
+    """torch would run the ninth one as it is, and, left to itself, the second one by a graph for all that follow: which
+    ones these are is a matter of what came first."""
+    with deterministic(strict=False):
+        run_batches(compiled(**options), [*range(1, 11), *range(1, 11)])
+    assert sizes == [*range(1, 11)]
+
+
+@pytest.mark.parametrize("how", ["trains", "evaluates"])
+def test_what_exceeds_the_limit_of_graphs_is_refused(sizes: list[int], how: str) -> None:
+    class Summing(Task):
+        def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            return {"loss": model(batch[0]).sum()}
+
+    def evaluate_batches(model: nn.Module, sizes: Sequence[int]) -> None:
+        for size in sizes:
+            config = Config(reduction="ordered", global_batch_size=size)
+            evaluate(model, Summing(), TensorDataset(torch.randn(size, 4)), local_world(0, 1), CPU, config)
+
+    use = run_batches if how == "trains" else evaluate_batches
+    with deterministic(strict=False):
+        model = compiled()
+        torch.compiler.config.recompile_limit = 2
+        use(model, [4, 5, 4, 5])
+        with pytest.raises(UsageError) as raised:
+            use(model, [6])
+    assert str(raised.value) == (
+        "--reduction ordered: torch.compile has made 2 graphs of one function, and would run it uncompiled for what "
+        "is of yet another shape, so the bits would depend on which ones a process has met: pad to fewer lengths, or "
+        "raise torch.compiler.config.recompile_limit and accumulated_recompile_limit as your module is imported"
+    )
+    assert sizes == [4, 5]
+
+
+def test_a_limit_that_the_user_has_raised_stays() -> None:
+    with torch.compiler.config.patch(recompile_limit=1000), deterministic(strict=False):
+        assert torch.compiler.config.recompile_limit == 1000
 
 
 def test_fingerprint_says_what_differs() -> None:

@@ -142,17 +142,6 @@ def test_compiling_changes_no_name() -> None:
     assert compiled["extras"]["ema"].keys() == plain["extras"]["ema"].keys() == plain["model"].keys()
 
 
-@pytest.mark.parametrize(("reduction", "dynamic"), [("ordered", False), ("fast", None)])
-def test_ordered_mode_compiles_each_shape_for_itself(
-    reduction: str, dynamic: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bits would depend on the shapes that a process has seen: `integration/test_ways_to_train.py` shows it."""
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda _self, **options: asked.append(options))
-    make_state(Config(compile=True, reduction=reduction), ImageClassification("digits", "mlp"), CPU)
-    assert asked == [{"dynamic": dynamic}]
-
-
 class Spread(Task):
     def __init__(self, *places: str) -> None:
         self.places = places
