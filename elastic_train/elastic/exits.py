@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+from torch import nn
+
 from elastic_train.branches import Position, describe, id_of, parting_step
 from elastic_train.elastic.connect import Return
 from elastic_train.elastic.membership import Membership
@@ -63,7 +65,7 @@ class Exits:
         state.clock.enter(Phase.FORM)
         set_group_timeout(GROUP_TIMEOUT)
         self._trainer.evaluate_if_missed(world)
-        _take_buffers_of_rank_0(state, world, self._membership, worker.config.reduction)
+        _take_buffers_of_rank_0(self._worker, world, self._membership)
         if not is_saved and self._saver.is_last_writer(world):
             self._saver.save_and_wait(state)
         worker.reach("finish", world)
@@ -114,6 +116,7 @@ class Exits:
         watcher.do(Activity.REDUCE)
         with state.lock.released():
             barrier()
+        _take_buffers_of_rank_0(self._worker, world, self._membership)
         watcher.do(Activity.FORM)
         self._worker.stop.settle()
         state.stopped_at = state.step
@@ -312,13 +315,16 @@ def told(reporter: Reporter) -> Iterator[None]:
         reporter.warn(str(error))
 
 
-def _take_buffers_of_rank_0(state: TrainState, world: World, membership: Membership, reduction: str) -> None:
-    """Training is through, and each run directory's leader saves its own state: it is to be what result.json tells of,
+def _take_buffers_of_rank_0(worker: Worker, world: World, membership: Membership) -> None:
+    """All of a world end at this step, and each run directory's leader saves its own state: it is to be that of rank 0,
     also where nothing was evaluated, or averaged weights were. Every rank calls it. Raises: as `share_buffers`."""
-    if reduction == "ordered":  # they are the same on all ranks
+    if worker.config.reduction == "ordered":  # they are the same on all ranks
         return
-    for model in (state.model, *([state.averaged.model] if state.averaged else [])):
-        share_buffers(model, world, membership.sockets, saved_alone=True)
+    state = worker.state
+    averaged = [state.averaged.model] if state.averaged else []
+    extras = [extra for extra in state.extras.values() if isinstance(extra, nn.Module)]
+    for module in (state.model, *averaged, *extras):
+        share_buffers(module, world, membership.sockets, saved_alone=True)
 
 
 def _what_trains_on(state: TrainState, max_steps: int | None) -> str:
