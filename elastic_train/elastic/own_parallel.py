@@ -48,6 +48,7 @@ class OwnParallel:
     Args:
         note_unwrapped: called where a step of the only worker is committed, and none was made.
         require_unbroken: raises FormationFailed where the process group was broken off; waits for the device.
+        watch: called with each module that is made, to look at its passes.
     """
 
     def __init__(
@@ -59,13 +60,14 @@ class OwnParallel:
         sums: StepSums,
         note_unwrapped: Callable[[], None],
         require_unbroken: Callable[[], None],
+        watch: Callable[[DistributedDataParallel], None] = lambda _ddp: None,
     ) -> None:
         self._world_size = world.world_size
         self._device = device
         self._watcher = watcher
         self._steps = steps
         self._sums = sums
-        self._note_unwrapped, self._require_unbroken = note_unwrapped, require_unbroken
+        self._note_unwrapped, self._require_unbroken, self._watch = note_unwrapped, require_unbroken, watch
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         self.made: list[Wrapped] = []
 
@@ -85,6 +87,7 @@ class OwnParallel:
             setattr(ddp, SHARES_BUFFERS, False)
         shares_buffers = shares_buffers and self._world_size > 1 and self._device.type == "cpu"
         ddp.register_forward_pre_hook(partial(self._enter_forward, shares_buffers=shares_buffers))
+        self._watch(ddp)
         # A GPU has the buffers later, and waits within a SyncBatchNorm.
         if self._device.type == "cpu" and module not in self._hooks:
             self._hooks[module] = module.register_forward_pre_hook(_ForwardBegins(self))

@@ -17,6 +17,7 @@ from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.loop_hints import LoopHints
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.own_parallel import OwnParallel, Wrapped, require_summed
+from elastic_train.elastic.pass_checks import PassChecks
 from elastic_train.elastic.process_group import is_communication_error, told_as_what_it_is
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.session import Training
@@ -27,7 +28,6 @@ from elastic_train.elastic.whole_steps import (
     ALONE,
     BatchLoss,
     Beginning,
-    PassChecks,
     WholeSteps,
     stand_in_batch,
     warm_up,
@@ -199,6 +199,7 @@ class Trainer:
         worker, membership = self._worker, self._membership
         observer = StepObserver(self, worker, membership, world)
         end = WorldEnd(world, membership)
+        self._passes.enter(world)
         sums = StepSums(worker, membership.watcher, world, observer, end, self._votes)
         steps = SessionSteps(
             shares,
@@ -214,7 +215,7 @@ class Trainer:
         )
         parallel = OwnParallel(
             world, worker.device, membership.watcher, steps, sums, self._hints.note_unwrapped,
-            self._require_unbroken,
+            self._require_unbroken, self._passes.watch,
         )  # fmt: skip
         self._ddp_modules = parallel.made
         whole = WholeSteps(worker, membership, world, begin, self.states, self._stand_in, self._passes)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from elastic_train.elastic import whole_steps
+from elastic_train.elastic import pass_checks
 from elastic_train.elastic.own_parallel import Wrapped
 from elastic_train.errors import UsageError
 from elastic_train.rules import Activity
@@ -86,14 +86,14 @@ def test_frozen_parameters_are_looked_at_in_a_worker_s_first_steps_alone(
     """Each later world begins with a recovery, which would take as much longer as they are large. It is this rank's own
     work, for which the limit of a sum may be too short."""
     done: list[str] = []
-    hashes_by_name = whole_steps.hashes_by_name
+    hashes_by_name = pass_checks.hashes_by_name
 
     def noting(parts: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
         assert parts.keys() == {"key.weight", "key.bias"}
         done.append("hash")
         return hashes_by_name(parts)
 
-    monkeypatch.setattr(whole_steps, "hashes_by_name", noting)
+    monkeypatch.setattr(pass_checks, "hashes_by_name", noting)
     task = Momentum(moves=False)
     loop, state, told = make_loop(task, reduction=reduction, virtual_ranks=1)
     task.watcher.do = lambda activity, *_limit: done.append(activity)
@@ -111,7 +111,7 @@ def test_frozen_parameters_are_looked_at_in_a_worker_s_first_steps_alone(
 def test_what_nobody_would_tell_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """With fast reduction rank 0 warns for all."""
     looked = []
-    monkeypatch.setattr(whole_steps, "hashes_by_name", looked.append)
+    monkeypatch.setattr(pass_checks, "hashes_by_name", looked.append)
     loop, _, _ = make_loop(Momentum(moves=True))
     loop._passes.enter(PAIR)
     loop._passes.note()
@@ -247,6 +247,44 @@ def test_trained_weights_that_a_forward_pass_writes(reduction: str, build: Calla
     warning, *others = told
     assert others == ["step", "step"], "it is told once"
     assert warning.startswith(f"warning: {WRITTEN} ({name}); where a step is broken off")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_forward_pass_of_an_own_loop_writes(rank: int) -> None:
+    """Rank 0 warns for all. What the function writes between its passes is its own affair, on every rank alike. In a
+    process group of one."""
+
+    def train(training: Any) -> None:
+        ddp = training.parallel()
+        for inputs, _ in training.batches():
+            with torch.no_grad():
+                training.model.weight.clamp_(-0.01, 0.01)
+            loss = ddp(inputs).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                training.model.bias.add_(1.0)  # as what attacks the weights does, before another pass
+            has_told_before = [line for line in told if "writes" in line]
+            training.model.write = lambda weight: weight / weight.norm()
+            ddp(inputs).square().mean().backward()
+            training.optimizer.step()
+            training.commit(loss)
+            found.append((has_told_before, [line for line in told if "writes" in line]))
+
+    task = Built(lambda: Writing(None))
+    loop, _, told = make_loop(task, train)
+    found: list[Any] = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        loop.run(replace(WORLD, rank=rank), steps(task))
+    finally:
+        dist.destroy_process_group()
+    if rank:
+        assert found == [([], []), ([], [])]
+        return
+    (first, warnings), second = found
+    assert (first, second) == ([], (warnings, warnings))
+    [warning] = warnings
+    assert warning.startswith(f"warning: {WRITTEN} (weight); where a step is broken off")
 
 
 @pytest.mark.parametrize(
