@@ -53,10 +53,20 @@ _MAX_TABLE_LENGTH = _BLOCK_SAMPLES
 def split(num_items: int, part: int, num_parts: int) -> tuple[int, int]:
     """The range [start, stop) of `part`: items are cut into contiguous parts, the sizes differ by 1 at most.
 
-    The partition used everywhere: a step over ranks, a step over virtual ranks, virtual ranks over ranks.
-    Parts are empty where there are fewer items than parts.
+    The partition of ordered mode: a step over virtual ranks, these over ranks. Parts are empty where there are
+    fewer items than parts; the last one is not, where there is an item.
     """
     return num_items * part // num_parts, num_items * (part + 1) // num_parts
+
+
+def split_larger_first(num_items: int, part: int, num_parts: int) -> tuple[int, int]:
+    """As `split`, but the larger parts go first. The partition of fast mode: a step over ranks, a rank's share over
+    its micro-batches. So rank 0, whose buffers are evaluated and saved, has samples in every micro-batch, and what
+    does not fit in memory fails at the first one.
+    """
+    size, num_larger = divmod(num_items, num_parts)
+    start = part * size + min(part, num_larger)
+    return start, start + size + (part < num_larger)
 
 
 def steps_per_epoch(length: int, global_batch_size: int) -> int:
@@ -182,15 +192,12 @@ def _cut_step(
             (virtual_rank, *split(step_samples, virtual_rank, virtual_ranks))
             for virtual_rank in range(*split(virtual_ranks, rank, world_size))
         ]
-    start, stop = split(step_samples, rank, world_size)
-    num_samples = stop - start
+    start, stop = split_larger_first(step_samples, rank, world_size)
     # By the largest share: the collectives of a SyncBatchNorm are as many on every rank.
     largest = -(-step_samples // world_size)
     num_cuts = 1 if micro_batch_size is None else -(-largest // micro_batch_size)
-    # Not split(): the larger ones go first, so that what does not fit in memory fails at the first one.
-    size, num_larger = divmod(num_samples, num_cuts)
-    offsets = [start + cut * size + min(cut, num_larger) for cut in range(num_cuts + 1)]
-    return [(offsets[cut], offsets[cut], offsets[cut + 1]) for cut in range(num_cuts)]
+    cuts = (split_larger_first(stop - start, cut, num_cuts) for cut in range(num_cuts))
+    return [(start + first, start + first, start + end) for first, end in cuts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +209,7 @@ class StepSampler:
     sample.
 
     Fast (`virtual_ranks` is None): a step is split over the ranks, and a rank's share is cut into consecutive
-    micro-batches of at most `micro_batch_size`, as many on every rank; so a rank may yield empty ones.
+    micro-batches of at most `micro_batch_size`, as many on every rank; so a rank but 0 may yield empty ones.
 
     Ordered: virtual rank v of V has the offsets [n*v//V, n*(v+1)//V) of a step of n samples, one micro-batch,
     empty or not; the virtual ranks are split over the ranks. So the micro-batches of a step over all ranks

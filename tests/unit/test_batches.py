@@ -49,7 +49,7 @@ def read(num_workers: int, rank: int) -> list[list[tuple[Any, Any]]]:
 def test_a_list_of_micro_batches_per_step(rank: int) -> None:
     found = read(0, rank)
     assert [sum(len(micro_batch.indices) for micro_batch, _ in step) for step in found] == 2 * [
-        250, 250, 218 + rank  # half of 500 and of the 437 that are left
+        250, 250, 219 - rank  # half of 500 and of the 437 that are left
     ]  # fmt: skip
     for number, step in enumerate(found, start=1):
         assert [micro_batch.is_last for micro_batch, _ in step] == [False] * (len(step) - 1) + [True]

@@ -5,7 +5,7 @@ import tracemalloc
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise, product
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from elastic_train.training import sampler
-from elastic_train.training.sampler import EpochOrder, MicroBatch, StepSampler, split, steps_per_epoch
+from elastic_train.training.sampler import (
+    EpochOrder,
+    MicroBatch,
+    StepSampler,
+    split,
+    split_larger_first,
+    steps_per_epoch,
+)
 
 Int64s = npt.NDArray[np.int64]
 
@@ -249,9 +256,9 @@ class TestCost:
 
 class TestSplit:
     def test_parts_are_contiguous_balanced_and_complete(self) -> None:
-        for num_items in range(40):
+        for cut, num_items in product((split, split_larger_first), range(40)):
             for num_parts in range(1, 45):
-                parts = [split(num_items, part, num_parts) for part in range(num_parts)]
+                parts = [cut(num_items, part, num_parts) for part in range(num_parts)]
                 assert parts[0][0] == 0
                 assert parts[-1][1] == num_items
                 assert all(before[1] == after[0] for before, after in pairwise(parts))
@@ -293,6 +300,32 @@ class TestFastMode:
             assert all(m.is_last and m.step_samples == step_samples for m in steps[step])
             assert sorted(len(m.indices) for m in steps[step]) == [0] * (5 - step_samples) + [1] * step_samples
             assert all(m.indices.dtype == np.int64 for m in steps[step])
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        length=st.integers(1, 100),
+        global_batch_size=st.integers(1, 40),
+        world_size=st.integers(1, 9),
+        micro_batch_size=st.none() | st.integers(1, 5),
+    )
+    def test_rank_0_has_samples_in_every_micro_batch(
+        self, length: int, global_batch_size: int, world_size: int, micro_batch_size: int | None
+    ) -> None:
+        """Its buffers are those that are evaluated and saved: what a step changes in them is to be there."""
+        read = {
+            rank: list(
+                make_sampler(
+                    length=length, global_batch_size=global_batch_size, rank=rank, world_size=world_size,
+                    micro_batch_size=micro_batch_size,
+                )
+            )
+            for rank in range(world_size)
+        }  # fmt: skip
+        assert all(len(m.indices) for m in read[0])
+        for _, micro_batches in groupby(zip(*read.values(), strict=True), lambda ranks: ranks[0].step):
+            shares = [sum(len(m.indices) for m in of_rank) for of_rank in zip(*micro_batches, strict=True)]
+            assert shares == sorted(shares, reverse=True)
+            assert shares[0] - shares[-1] <= 1
 
 
 class TestOrderedMode:
