@@ -136,7 +136,10 @@ def _require_room(device: torch.device) -> None:
 
 
 def _set_nccl_variables() -> None:
-    """For torch's NCCL backend, which reads them as the first group is made; nccl2, torch 2.15's, was not tried."""
+    """For torch's NCCL backend, which reads them as the first group is made."""
+    # Since 2.15 torch takes another one, nccl2, for "nccl". It does not read the two variables of a communicator that
+    # does not block, and connects within init_process_group: `_make_group` says what follows. It was not tried.
+    os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
     # 1 is what torchrun's agent sets: NCCL's watchdog would kill this process when a peer is lost, as with 3; with
     # 2 it would abort, and nobody knew. 0 leaves the abort to us, as torch's `_abort_process_group` asks for.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"

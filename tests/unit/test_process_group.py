@@ -939,6 +939,28 @@ def test_nccl_gets_this_workers_device_and_is_destroyed_when_its_abort_has_ended
     assert order == [True]
 
 
+WHICH_NCCL = """
+from torch.distributed import distributed_c10d as c10d
+
+from elastic_train.elastic.process_group import _set_nccl_variables
+
+_set_nccl_variables()
+c10d.Backend._ensure_backend_registered("nccl")
+print(c10d.Backend._plugins["NCCL"].creator_fn.__name__)
+"""
+
+
+@pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL2"), reason="torch has one NCCL backend alone")
+@pytest.mark.parametrize(("chosen", "found"), [({}, "nccl"), ({"TORCH_DIST_USE_NCCL2": "1"}, "nccl2")])
+def test_nccl_is_the_backend_that_reads_those_variables(chosen: dict[str, str], found: str) -> None:
+    """torch has two since 2.15, and takes the other one by default. In a process of its own: torch chooses once."""
+    env = {name: value for name, value in os.environ.items() if name != "TORCH_DIST_USE_NCCL2"}
+    shown = subprocess.run(
+        [sys.executable, "-c", WHICH_NCCL], env=env | chosen, capture_output=True, text=True, check=True, timeout=300
+    )
+    assert shown.stdout.split() == [f"_create_{found}_process_group"]
+
+
 def test_an_end_of_nccl_that_a_lost_peer_spoils_is_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     """By fakes. torch would else know the group for ever, and refuse each one after it."""
     group, ends = AbortableGroup(), []
