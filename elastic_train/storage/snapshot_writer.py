@@ -18,7 +18,7 @@ from elastic_train.storage.local_folder import LocalFolder
 from elastic_train.storage.retention import Retention
 from elastic_train.storage.shares import Fleet, shared_by
 from elastic_train.storage.snapshot import SnapshotFolder, SnapshotPlace, SnapshotResult, host_in_name, name_of
-from elastic_train.storage.state_bytes import HostBuffers, require_numbers, size_of, write_state
+from elastic_train.storage.state_bytes import MODEL_ALONE, HostBuffers, require_numbers, size_of, write_state
 from elastic_train.version import VERSION
 
 
@@ -59,7 +59,7 @@ class SnapshotWriter:
         task: Mapping[str, Any],
         before_rename: Callable[[], None] | None = None,
         key: bytes | None = None,
-        may_be_nan: Collection[str] = (),
+        may_be_nan: Mapping[str, Collection[str]] = MODEL_ALONE,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._keep = Retention(keep) if isinstance(keep, int) else keep
@@ -178,7 +178,7 @@ class SnapshotWriter:
         if isinstance(self._folder, LocalFolder) or not self.is_busy():
             return False
         with contextlib.suppress(SnapshotError):
-            require_numbers(state.get("model"), step, self._may_be_nan)
+            require_numbers(state, step, self._may_be_nan)
             return self._flight.give_up()
         return False
 
@@ -222,7 +222,7 @@ class SnapshotWriter:
         place, shared = self._folder.snapshot(name), shared_by(fleet, state)
 
         def fill(file: IO[bytes]) -> None:
-            require_numbers(state.get("model"), step, self._may_be_nan)
+            require_numbers(state, step, self._may_be_nan)
             if shared is None:
                 write_state(state, file)
             else:

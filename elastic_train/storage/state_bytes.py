@@ -304,22 +304,34 @@ def size_of(state: dict[str, Any]) -> int:
     return counting.num_bytes
 
 
-def require_numbers(model: object, step: int, may_be_nan: Collection[str] = ()) -> None:
+MODEL_ALONE: Mapping[str, Collection[str]] = {"": ()}
+
+
+def require_numbers(state: Mapping[str, Any], step: int, may_be_nan: Mapping[str, Collection[str]]) -> None:
     """Raises: SnapshotError where a weight is NaN: such a snapshot would be the newest, and every start would take it.
     So would one of running statistics that have become NaN, which training does not read. Infinite ones are left alone:
-    buffers have them, such as masks; and so is what `may_be_nan`, by name: buffers that were made with it."""
+    buffers have them, such as masks.
+
+    Args:
+        may_be_nan: the modules that are looked at, "" for the model, else the name of an extra, with the names of their
+            buffers that were made with it.
+    """
     import torch
 
-    for name, tensor in model.items() if isinstance(model, Mapping) else ():
-        if name in may_be_nan or not isinstance(tensor, torch.Tensor):
-            continue
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            continue
-        if _has_nan(_values_of(tensor)):
-            raise SnapshotError(
-                f"snapshot of step {step} not written: {name} holds NaN, though the loss was finite; older ones are "
-                "untouched. Lower the learning rate, or clip gradients, and start again from them"
-            )
+    extras = state.get("extras", {})
+    modules = {"": state.get("model")} | {f"{name}.": extras.get(name) for name in may_be_nan.keys() - {""}}
+    for place, module in modules.items():
+        expected = may_be_nan.get(place.removesuffix("."), ())
+        for name, tensor in module.items() if isinstance(module, Mapping) else ():
+            if name in expected or not isinstance(tensor, torch.Tensor):
+                continue
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                continue
+            if _has_nan(_values_of(tensor)):
+                raise SnapshotError(
+                    f"snapshot of step {step} not written: {place}{name} holds NaN, though the loss was finite; older "
+                    "ones are untouched. Lower the learning rate, or clip gradients, and start again from them"
+                )
 
 
 def _has_nan(values: torch.Tensor) -> bool:

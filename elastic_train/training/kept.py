@@ -74,12 +74,6 @@ class KeptBuffers:
             make_writable(module)
         self._kept: list[tuple[Buffers, Remembered]] = []
         self._num_walks = 0
-        self.made_with_nan = {
-            name
-            for name, buffer in model.named_buffers(remove_duplicate=False)
-            if not is_lazy(buffer) and has_nan(buffer)
-        }
-        """names of the model's: it is there by design, while that in others is damage, as in weights"""
 
     def keep(self) -> None:
         """A step begins."""
@@ -331,6 +325,13 @@ def _as_given(loaded: Any, given: Any) -> Any:
     elif type(loaded) in (list, tuple) and type(given) in (list, tuple) and len(loaded) == len(given):
         return type(loaded)(map(_as_given, loaded, given))
     return loaded
+
+
+def made_with_nan(module: nn.Module) -> set[str]:
+    """Names of its buffers that hold NaN when it is made: it is there by design, while that in others is damage, as in
+    weights. Blocks, as `has_nan`."""
+    buffers = module.named_buffers(remove_duplicate=False)
+    return {name for name, buffer in buffers if not is_lazy(buffer) and has_nan(buffer)}
 
 
 def has_nan(tensor: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from elastic_train.errors import add_own_note
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.incidents import IncidentsText, incidents_of
-from elastic_train.training.kept import Arguments, KeptStep, load_extra, load_part
+from elastic_train.training.kept import Arguments, KeptStep, load_extra, load_part, made_with_nan
 from elastic_train.training.optimizers import parts_of, rate_of
 from elastic_train.training.ratings import Ratings
 from elastic_train.training.sampler import steps_per_epoch
@@ -106,7 +106,10 @@ class TrainState:
         """of this start: a training function that has returned early is not entered again by the same"""
         if not model.training:  # as a whole; then that is no choice of layers
             model.train()
-        self.modes = Modes(one for one in (model, *self.extras.values()) if isinstance(one, nn.Module))
+        modules = {"": model} | {name: one for name, one in self.extras.items() if isinstance(one, nn.Module)}
+        self.made_with_nan = {name: made_with_nan(one) for name, one in modules.items()}
+        """of the model ("") and the modules among the extras, by name: buffers that hold NaN by design"""
+        self.modes = Modes(modules.values())
         self.kept = KeptStep(model, optimizer, self.extras.values(), scaler)
         self.is_step_open = self._is_updating = False  # whether a step has begun that is not committed
         self.before_update: Callable[[], None] = lambda: None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import pickle
 import random
@@ -410,6 +411,19 @@ def test_weights_that_are_nan_are_never_the_newest_snapshot(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")) == []
 
 
+def test_so_are_those_of_a_module_among_the_extras(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path, may_be_nan={"": set(), "critic": {"fill"}})
+    nan = torch.tensor([math.nan, 1.0])
+    critic = {"weight": torch.ones(2), "fill": nan}
+    good = {"model": {"weight": torch.ones(2)}, "extras": {"critic": critic, "best": {"of": nan}}}
+    save(writer, 1, state=good)
+    for name in ("weight", "running_mean"):
+        bad = good | {"extras": {"critic": critic | {name: nan}}}
+        with pytest.raises(SnapshotError, match=f"snapshot of step 2 not written: critic.{name} holds NaN"):
+            save(writer, 2, state=bad)
+    assert keys(tmp_path) == [(0, 1)]
+
+
 def test_complex_weights_that_are_nan(tmp_path: Path) -> None:
     model = {"weight": torch.tensor([1 + 2j, complex(0.0, float("nan"))])}
     with pytest.raises(SnapshotError, match="weight holds NaN"):
@@ -417,7 +431,7 @@ def test_complex_weights_that_are_nan(tmp_path: Path) -> None:
 
 
 def test_what_was_nan_from_the_start_may_be(tmp_path: Path) -> None:
-    writer = make_writer(tmp_path, may_be_nan={"fill"})
+    writer = make_writer(tmp_path, may_be_nan={"": {"fill"}})
     model = {"fill": torch.tensor([float("nan")]), "running_mean": torch.ones(3)}
     save(writer, 1, state={"model": model})
     with pytest.raises(SnapshotError, match="running_mean holds NaN"):

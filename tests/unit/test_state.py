@@ -501,9 +501,10 @@ def test_buffers_that_are_made_with_nan_are_known_whatever_becomes_of_others() -
     for name, buffer in made.items():
         model[1].register_buffer(name, buffer)
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    state = TrainState(model, optimizer, length=8, global_batch_size=8, epochs=9)
+    extras = {"critic": nn.Sequential(model[1]), "rate": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+    state = TrainState(model, optimizer, length=8, global_batch_size=8, epochs=9, extras=extras)
     model[0].running_mean.fill_(math.nan)  # type: ignore[operator,union-attr]
-    assert state.kept.buffers.made_with_nan == {"1.fill", "1.graph"}
+    assert state.made_with_nan == {"": {"1.fill", "1.graph"}, "critic": {"0.fill", "0.graph"}}
 
 
 class TestHash:
