@@ -11,6 +11,7 @@ from elastic_train.errors import SnapshotError, first_line
 from elastic_train.storage.state_bytes import rebuilt
 from elastic_train.training.kept import ExtraNotLoaded
 from elastic_train.training.state import TrainState
+from elastic_train.training.state_hash import is_as_given
 from elastic_train.wording import count
 
 SHOWN_NAMES = 3
@@ -35,7 +36,9 @@ def load(state: TrainState, loaded: Mapping[str, Any], source: str, *, is_peers:
         # The model copies what it is given, and the optimizer moves what is each parameter's.
         groups = rebuilt(loaded["optimizer"]["param_groups"], lambda tensor: tensor.to(device), "param_groups")
         optimizer = {**loaded["optimizer"], "param_groups": groups}
-        state.load_state_dict({**loaded, "extras": extras, "optimizer": optimizer}, is_peers=is_peers)
+        given = {**loaded, "extras": extras, "optimizer": optimizer}
+        state.load_state_dict(given, is_peers=is_peers)
+        state.is_as_sent = not is_peers or is_as_given(state, given)  # a snapshot's all ranks take over alike
     except ExtraNotLoaded as error:
         raise SnapshotError(
             f"{source} cannot be taken over: {error}; mend what it loads, or leave it out of extras, which is a warning"

@@ -21,7 +21,7 @@ from elastic_train.elastic.trainer import Trainer
 from elastic_train.elastic.whole_steps import Beginning
 from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_report import WorldReport
-from elastic_train.errors import StatesDiffer
+from elastic_train.errors import SnapshotError, StatesDiffer
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity, apart, freshest
 from elastic_train.runlog.goodput import Phase
@@ -73,6 +73,8 @@ class Resume:
         self.holding = Holding.SPARE if back is not None and back.has_trained else Holding.NOTHING
         self._why_dropped: str | None = None
         """the state that this worker had, where it was wrong"""
+        self._wrong_at = -1
+        """committed steps when it was"""
 
     @property
     def has_state(self) -> bool:
@@ -246,7 +248,10 @@ class Resume:
 
     def drop_wrong_states(self, world: World, differ: StatesDiffer, seconds: float) -> None:
         """The others' state is taken over in the next world, or a snapshot restored there, as by a newcomer. The step
-        in hand is lost, as by `lose_step`."""
+        in hand is lost, as by `lose_step`.
+
+        Raises: SnapshotError where this worker has just taken it over, and again does not have it.
+        """
         reporter = self._worker.reporter
         self.lose_step(seconds)
         wrong = [world.members[rank].name for rank in differ.wrong]
@@ -271,3 +276,12 @@ class Resume:
         elif is_wrong:
             then = "it takes over theirs" if differ.has_majority else "the newest snapshot is restored"
             reporter.log(own_line(differ, self._worker.state.step, then))
+        if is_wrong and differ.has_majority:
+            # Else it would have the others begin one world after the other, until all give up.
+            if self._wrong_at == self._worker.state.step:
+                raise SnapshotError(
+                    f"this worker has taken over the others' state of step {self._wrong_at}, and again has other "
+                    "weights or optimizer states: its memory or its device is broken, or what the model or an "
+                    "optimizer loads is not what it has saved"
+                )
+            self._wrong_at = self._worker.state.step

@@ -52,8 +52,13 @@ class StateChecks:
             )
             self._is_able = False
         if comparison.is_lost_in_loading:  # on every rank alike
-            worker.reporter.debug(f"states are not compared any more: {optimizer} changes its state when it is loaded")
             self._is_able = False
+            if not worker.state.is_as_sent:
+                worker.reporter.warn(
+                    f"the states of this job are not compared any more: {optimizer} changes its state when it is "
+                    "loaded, so each step of this worker differs from the others' by rounding; mend its "
+                    "load_state_dict()"
+                )
 
     def check(self, world: World, end: WorldEnd) -> None:
         """Compare after a commit; every rank calls it after the same one. Blocks until all have.

@@ -112,6 +112,8 @@ class TrainState:
         self.modes = Modes(modules.values())
         self.kept = KeptStep(model, optimizer, self.extras.values(), scaler)
         self.is_step_open = self._is_updating = False  # whether a step has begun that is not committed
+        self.is_as_sent = True
+        """whether its optimizers have kept, bit by bit, what a peer has sent when it was taken over from one"""
         self.before_update: Callable[[], None] = lambda: None
         """called before the optimizer's step; what it raises leaves the weights those of the last commit"""
         self.kept.updates.call_before_steps(self.begin_update)

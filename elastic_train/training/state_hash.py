@@ -28,8 +28,8 @@ from elastic_train.training.state import TrainState, dense_parts
 
 CHUNK_BYTES = {"cpu": 2**20, "cuda": 2**24}
 """what is hashed at a time: it fits a processor's cache, and keeps a GPU busy"""
-CANNOT_SAY = 0
-"""in a hash's place"""
+CANNOT_SAY, CHANGED = 0, 1
+"""in a hash's place; the second where this rank's optimizers have not kept what a peer has sent"""
 KIND = ("machine", "cpu_capability", "device", "gpu")
 """of determinism.fingerprint(): machines that differ in these may round an optimizer's update differently"""
 
@@ -61,11 +61,14 @@ class StateComparison:
         self.num_kinds = 1
         """afterwards: of machines, by what they may round otherwise"""
         self.is_lost_in_loading = False
-        """afterwards: whether a state that was taken over is not bit for bit the one that was sent"""
+        """afterwards, on every rank alike: whether there are such that have not; then nobody was judged"""
 
     def begin(self) -> None:
         """The state is hashed on a thread from now on, and must not change until `finish_hash`, but for the buffers."""
         if not self._is_able:
+            return
+        if not self._state.is_as_sent:
+            self._hash = CHANGED
             return
         try:
             parts = dict(tensors_of(self._state))
@@ -94,20 +97,27 @@ class StateComparison:
         """Before a step is applied; every rank calls it. Blocks until all ranks have.
 
         Raises:
-            StatesDiffer: not all that brought the state hold the same, on every rank alike.
+            StatesDiffer: not all hold the same, on every rank alike.
             RuntimeError, FormationFailed: a peer was lost.
         """
         told = all_gather(torch.tensor([kind_of_machine(self._device), self._hash], device="cpu"))
         self.num_kinds = len({kind for kind, _ in told})
+        if any(value == CHANGED for _, value in told):
+            self.is_lost_in_loading = True
+            return
         able = [rank for rank, (_, value) in enumerate(told) if value != CANNOT_SAY]
         voters = [rank for rank in self._voters if rank in able]
         right = right_hashes([(told[rank][0], told[rank][1]) for rank in voters])
         if right is None:
             raise StatesDiffer(range(len(told)), len(voters), has_majority=False)
         wrong = [rank for rank in able if told[rank][1] not in right]
-        if not right.issuperset(told[rank][1] for rank in voters):
-            raise StatesDiffer(wrong, len(voters), has_majority=True)  # others may have got theirs from a wrong one
-        self.is_lost_in_loading = bool(voters and wrong)
+        if right.issuperset(told[rank][1] for rank in voters):  # else others may have got theirs from a wrong one
+            # The first of those who brought it has given it. On a machine of another kind a step may have been rounded
+            # otherwise since.
+            source, source_hash = told[self._voters[0]]
+            wrong = [rank for rank in wrong if told[rank][0] == source and source_hash != CANNOT_SAY]
+        if wrong:
+            raise StatesDiffer(wrong, len(voters), has_majority=True)
 
 
 def _buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -156,6 +166,28 @@ def frozen_of(state: TrainState) -> dict[str, Tensor]:
         for name, parameter in state.model.named_parameters()
         if not parameter.requires_grad and id(parameter) not in owned
     }
+
+
+def is_as_given(state: TrainState, given: Mapping[str, Any]) -> bool:
+    """Whether the optimizers hold, bit by bit, what `load_state_dict` has just been `given`. Blocks; what lies where it
+    lay costs nothing."""
+    pairs = [(state.optimizer, given["optimizer"])]
+    pairs += [
+        (one, given["extras"][name])
+        for name, one in state.extras.items()
+        if isinstance(one, torch.optim.Optimizer) and name in given["extras"]
+    ]
+    for optimizer, theirs in pairs:
+        held, sent = (dict(_leaves("", one)) for one in (state.kept.updates.state_of(optimizer), theirs))
+        if held.keys() != sent.keys() or not all(_are_equal(held[name], sent[name]) for name in held):
+            return False
+    return True
+
+
+def _are_equal(held: Any, sent: Any) -> bool:
+    if not (isinstance(held, Tensor) and isinstance(sent, Tensor)):
+        return repr(held) == repr(sent)
+    return held is sent or hash_of({"": held}) == hash_of({"": sent.to(held.device)})
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from elastic_train.elastic.earlier_run import EarlierRun
 from elastic_train.elastic.membership import Change
 from elastic_train.elastic.restore import Restored
 from elastic_train.elastic.resume import Holding, Resume
+from elastic_train.errors import SnapshotError, StatesDiffer
 from elastic_train.training import determinism
 from elastic_train.training.ratings import Ratings
 from elastic_train.training.state_lock import StateLock
@@ -157,3 +159,24 @@ def test_who_joins_an_ordered_run_on_a_machine_of_another_kind_warns(
     told = [f"the bits may differ from here on: on {name}, cpu {other} before, {here['cpu']} now"]
     assert warnings == (told if reduction == "ordered" and other is not None else [])
     assert state.fingerprint == (here if reduction == "ordered" else there)
+
+
+def test_who_has_other_weights_right_after_it_has_taken_over_the_others_leaves() -> None:
+    """Else a worker with broken memory would have the others begin world after world, until all give up."""
+    nothing: Any = SimpleNamespace()
+    clock = SimpleNamespace(enter=lambda _phase: None)
+    state = SimpleNamespace(step=7, clock=clock, rollback=lambda: False)
+    reporter = SimpleNamespace(events=SimpleNamespace(write=lambda *_names, **_more: None), log=lambda _line: None)
+    worker: Any = SimpleNamespace(state=state, reporter=reporter)
+    held = Resume(worker, nothing, nothing, nothing, nothing, nothing)
+    world = World(2, 1, tuple(make_member(rank) for rank in range(3)))
+    for has_majority in (False, True):
+        held.holding = Holding.STATE
+        held.drop_wrong_states(world, StatesDiffer([2], 2, has_majority=has_majority), 0.0)
+        assert not held.has_state
+    with pytest.raises(SnapshotError, match="has taken over the others' state of step 7, and again has other weights"):
+        held.drop_wrong_states(world, StatesDiffer([2], 2, has_majority=True), 0.0)
+    state.step = 8
+    held.drop_wrong_states(world, StatesDiffer([2], 2, has_majority=True), 0.0)
+    reporter.warn = lambda _line: None  # type: ignore[attr-defined]
+    held.drop_wrong_states(replace(world, rank=0), StatesDiffer([2], 2, has_majority=True), 0.0)

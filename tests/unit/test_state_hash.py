@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_train.elastic.loading import load
 from elastic_train.errors import StatesDiffer
 from elastic_train.rules import apart, right_hashes
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.state import TrainState
 from elastic_train.training.state_hash import (
     CANNOT_SAY,
+    CHANGED,
     CHUNK_BYTES,
     StateComparison,
     hash_of,
@@ -189,16 +191,17 @@ def make_state(optimizer: Any = torch.optim.AdamW) -> TrainState:
 
 
 def compare(
-    monkeypatch: pytest.MonkeyPatch, others: list[int | None], voters: list[int], state: TrainState | None = None
+    monkeypatch: pytest.MonkeyPatch, others: list[Any], voters: list[int], state: TrainState | None = None
 ) -> StateComparison:
-    """This rank is 0; the `others` say what it says (None), or another hash."""
+    """This rank is 0; the `others` say what it says (None), or another hash, perhaps with another kind of machine."""
     comparison = StateComparison(state or make_state(), torch.device("cpu"), voters, with_buffers=False, is_able=True)
     comparison.begin()
     comparison.finish_hash(lambda: None)
 
     def all_gather(mine: torch.Tensor) -> list[list[int]]:
         kind, value = mine.tolist()
-        return [[kind, value], *([kind, value if other is None else other] for other in others)]
+        told = [other if isinstance(other, tuple) else (kind, other) for other in others]
+        return [[kind, value], *([its_kind, value if other is None else other] for its_kind, other in told)]
 
     monkeypatch.setattr("elastic_train.training.state_hash.all_gather", all_gather)
     comparison.compare()
@@ -216,6 +219,8 @@ def test_equal_states_are_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
         ([None, 7], [0, 1, 2], (2,), True),
         ([7, 7], [0, 1, 2], (0,), True),
         ([7, 7, None], [0, 1, 2], (0, 3), True),  # the last one has got what rank 0 has
+        ([None, 7], [0, 1], (2,), True),  # who has just got it has not what it was given
+        ([7], [0], (1,), True),
         ([7], [0, 1], (0, 1), False),
         ([7, 8, CANNOT_SAY], [0, 1, 2, 3], (0, 1, 2, 3), False),
     ],
@@ -228,10 +233,54 @@ def test_who_differs_from_the_majority(
     assert (raised.value.wrong, raised.value.has_majority) == (wrong, has_majority)
 
 
-def test_who_has_just_got_the_state_is_not_judged_by_what_loading_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Optimizers there are that round theirs when they load it: then there is nothing to compare with."""
-    assert compare(monkeypatch, [None, 7], [0, 1]).is_lost_in_loading
+def test_nobody_is_judged_where_an_optimizer_has_not_kept_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some round their state when they load it: from then on weights differ, by rounding, with every step."""
+    assert compare(monkeypatch, [None, CHANGED], [0, 1]).is_lost_in_loading
+    assert compare(monkeypatch, [7, CHANGED], [0, 1]).is_lost_in_loading
     assert not compare(monkeypatch, [CANNOT_SAY], [1]).is_lost_in_loading
+
+
+def test_who_has_got_the_state_from_a_machine_of_another_kind_may_round_its_steps_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for others, voters in ([[(8, 7)], [0]], [[(8, 3), (8, 7)], [0, 1]], [[None, (8, 7)], [0, 1]]):
+        assert not compare(monkeypatch, others, voters).is_lost_in_loading
+
+
+class Rounds(torch.optim.SGD):
+    """Its moments, when it takes them over."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for one in self.state.values():
+            one["momentum_buffer"] = one["momentum_buffer"].bfloat16().float()
+
+
+@pytest.mark.parametrize(("optimizer", "is_as_sent"), [(torch.optim.SGD, True), (Rounds, False)])
+@pytest.mark.parametrize("is_extra", [False, True])
+def test_what_an_optimizer_makes_of_what_it_is_given_is_seen_when_it_takes_it(
+    monkeypatch: pytest.MonkeyPatch, optimizer: Any, is_as_sent: bool, is_extra: bool
+) -> None:
+    def make() -> TrainState:
+        torch.manual_seed(5)
+        model, critic = nn.Linear(3, 2), nn.Linear(3, 2)
+        one, other = (optimizer(part.parameters(), lr=0.1, momentum=0.9) for part in (model, critic))
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        extras = {"critic": critic, "critic_optimizer": other} if is_extra else {}
+        state = TrainState(
+            model, plain if is_extra else one, length=8, global_batch_size=8, epochs=9, extras=extras
+        )  # fmt: skip
+        (model(torch.full((1, 3), 0.3)) + critic(torch.full((1, 3), 0.3))).sum().backward()
+        for each in state.kept.updates.optimizers:
+            each.step()
+        return state
+
+    given, taker = make().state_dict(), make()
+    load(taker, deserialize_state(serialize_state(given), source="it"), "it")
+    assert taker.is_as_sent, "all read that snapshot alike"
+    load(taker, deserialize_state(serialize_state(given), source="it"), "it", is_peers=True)
+    assert taker.is_as_sent == is_as_sent
+    assert compare(monkeypatch, [None], [1], taker).is_lost_in_loading != is_as_sent
 
 
 def test_a_state_that_cannot_be_hashed_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
