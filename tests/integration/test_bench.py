@@ -91,9 +91,12 @@ def test_what_a_snapshot_costs_in_small() -> None:
 
 def test_rows_of_costs() -> None:
     """A ratio is theirs in terms of ours; beside memcpy, too."""
-    found = {way: [Cost([2.0, 1.0], [3.0, 3.0], [-0.5, -0.5], [0.2, 0.2], 10**9, 1.0)] for way in SAVING}
-    rows = {row.case: row for row in rows_of_snapshots(found | {OURS: [Cost([1.0] * 2, [3.0], [0.1], [0.1], 5, 0.8)]})}
-    assert len(rows) == 6 * len(SAVING) + 2
+    found = {way: [Cost([2.0, 1.0], [3.0, 3.0], [-0.5, -0.5], [0.2, 0.2], 10**9, 1.0, 0.0, 10**9)] for way in SAVING}
+    ours = Cost([1.0] * 2, [3.0], [0.1], [0.1], 5, 0.8, 3.2, 8 * 10**9)
+    rows = {row.case: row for row in rows_of_snapshots(found | {OURS: [ours]})}
+    assert len(rows) == 6 * len(SAVING) + 3
+    hashed = rows["hash of a state: memcpy"]
+    assert (hashed.ours, hashed.theirs, hashed.unit) == (2.5, 10.0, "GB/s")
     assert rows["held up by the first call: torch.save"].ratio == 2.0
     assert rows["held up by later calls: torch.save"].ratio == 1.0
     assert rows["held up by the first call: memcpy"].ratio == 0.8

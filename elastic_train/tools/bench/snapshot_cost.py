@@ -37,6 +37,7 @@ from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.system import num_cores
 from elastic_train.tools.bench import table
 from elastic_train.tools.bench.table import BenchRow
+from elastic_train.training.state_hash import hash_of
 
 OURS = "ours"
 RIVALS = ("torch.save", "DCP save", "DCP async_save", "DCP async_save, cached stager")
@@ -67,6 +68,9 @@ class Cost:
     """at the peak of all calls"""
     memcpy: float
     """of the same bytes, into memory that is there, with a core idle"""
+    hashed: float
+    """of the same bytes, as the ranks of a world compare their states, with a core idle; ours alone"""
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,9 @@ def rows_of(found: Mapping[str, Sequence[Cost]]) -> list[BenchRow]:
         for rival in RIVALS:
             theirs = [cost(one) for one in found[rival]]
             rows.append(BenchRow.of_costs(f"{name}: {rival}", mine, theirs, unit))
-    return rows
+    hashes = [one.num_bytes / one.hashed / 1e9 for one in ours]
+    copies = [one.num_bytes / one.memcpy / 1e9 for one in ours]
+    return [*rows, BenchRow.of_rates("hash of a state: memcpy", hashes, copies, "GB/s")]
 
 
 def _lost(seconds: Sequence[float]) -> float:
@@ -206,7 +212,8 @@ def measure(way: str, num_bytes: int, calls: int, folder: Path) -> Cost:
         remove_old(folder)
     extra = max(0, status_bytes("VmHWM") - before)
     torch.set_num_threads(idle)  # memcpy is what the calls with a core idle are measured against
-    return Cost(blocked, total, lost_idle, lost_busy, extra, copy_seconds(state["model"]))
+    hashed = fastest(lambda: hash_of(state["model"])) if way == OURS else 0.0
+    return Cost(blocked, total, lost_idle, lost_busy, extra, copy_seconds(state["model"]), hashed, num_bytes)
 
 
 def way_of(name: str, folder: Path, state: dict[str, Any]) -> tuple[Save, float]:
@@ -247,13 +254,21 @@ def save_once(save: Save, state: dict[str, Any], call: int) -> tuple[float, floa
 
 
 def copy_seconds(tensors: dict[str, torch.Tensor]) -> float:
-    """The fastest of three."""
     targets = [torch.zeros_like(tensor).fill_(1.0) for tensor in tensors.values()]
+
+    def copy() -> None:
+        for target, tensor in zip(targets, tensors.values(), strict=True):
+            target.copy_(tensor)
+
+    return fastest(copy)
+
+
+def fastest(work: Callable[[], object]) -> float:
+    """Seconds, of three times."""
     found = []
     for _ in range(3):
         started = time.perf_counter()
-        for target, tensor in zip(targets, tensors.values(), strict=True):
-            target.copy_(tensor)
+        work()
         found.append(time.perf_counter() - started)
     return min(found)
 
