@@ -185,6 +185,13 @@ class Activity(StrEnum):
     """something of its own: loading data, forward, backward, an optimizer step, a snapshot"""
     REDUCE = "reduce"
     """it is inside a collective, and may be waiting for its peers"""
+    STEP = "step"
+    """the passes of a step in which nobody knows whether it waits for its peers or computes: it may be either"""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it may be waiting for its peers."""
+        return self in (Activity.REDUCE, Activity.STEP)
 
 
 @dataclass(frozen=True)
@@ -210,18 +217,16 @@ def stalled(activities: Mapping[int, MemberActivity], generation: int) -> frozen
     there for as long. Who is inside is never to blame.
     """
     present = {rank: one for rank, one in activities.items() if one.generation == generation}
-    longest = max((one.seconds for one in present.values() if one.activity is Activity.REDUCE), default=0.0)
+    longest = max((one.seconds for one in present.values() if one.activity.is_inside), default=0.0)
     return frozenset(
-        rank
-        for rank, one in present.items()
-        if one.activity is not Activity.REDUCE and one.is_late and longest > one.limit
+        rank for rank, one in present.items() if not one.activity.is_inside and one.is_late and longest > one.limit
     )
 
 
 def is_cut_off(activities: Mapping[int, MemberActivity], generation: int) -> bool:
     """Whether a collective cannot end though everybody takes part in it: two members cannot reach each other."""
     return bool(activities) and all(
-        one.generation == generation and one.activity is Activity.REDUCE and one.is_late for one in activities.values()
+        one.generation == generation and one.activity.is_inside and one.is_late for one in activities.values()
     )
 
 

@@ -203,7 +203,7 @@ class Barriers:
         return [
             rank
             for rank, one in found.items()
-            if one is not None and one.generation == world.generation and one.activity is Activity.REDUCE
+            if one is not None and one.generation == world.generation and one.activity.is_inside
             if limit < one.seconds <= waited and contacts.is_heard(world.members[rank])
         ]
 

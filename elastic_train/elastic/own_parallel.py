@@ -2,6 +2,7 @@
 
 # Without postponed annotations: DDP compares those of a communication hook with its own types.
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -68,6 +69,9 @@ class OwnParallel:
         self._steps = steps
         self._sums = sums
         self._note_unwrapped, self._require_unbroken, self._watch = note_unwrapped, require_unbroken, watch
+        self._lock = threading.Lock()
+        self._num_ended, self._finds_unused = 0, False
+        """backward passes; whether DDP looks in one of its modules for parameters that are not used"""
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         self.made: list[Wrapped] = []
 
@@ -78,6 +82,7 @@ class OwnParallel:
         self._watcher.do(Activity.REDUCE, FIRST_SECONDS)  # it may take rank 0's weights
         with self._kept_if_broken(module):
             ddp = DistributedDataParallel(module, **options)
+        self._finds_unused |= ddp.find_unused_parameters and not ddp.static_graph
         self._steps.turn_to_function()
         if self._world_size > 1:
             ddp.register_comm_hook(self, OwnParallel._average_by_samples)
@@ -145,10 +150,9 @@ class OwnParallel:
         step = self._steps.in_hand
         if step is not None:
             if self._world_size > 1:
-                # On a GPU until the backward pass is over: in which call the host waits for it, nobody knows; but there
-                # is code of the user's in between, which may pause, or compile for another shape.
-                limit = None if self._device.type == "cpu" else self._watcher.pace.limit(Activity.COMPUTE)
-                self._watcher.do(Activity.REDUCE, limit)
+                # On a GPU until the optimizer steps: in which call the host waits for it, nobody knows; but there is
+                # code of the user's in between, which may pause, or compile for another shape.
+                self._watcher.do(Activity.REDUCE if self._device.type == "cpu" else Activity.STEP)
             step.end_passes(ddp.module)  # a second one: what all get now is as it was
         if shares_buffers and ddp.require_forward_param_sync:
             share_buffers(ddp.module)
@@ -163,9 +167,9 @@ class OwnParallel:
     def _average_by_samples(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP's communication hook: the sum over ranks of each one's mean times its share of the step's samples."""
         step, gradients = self._steps.required(), bucket.buffer()
-        weight = step.weight
+        weight, then = step.weight, _nothing
         if bucket.is_last():
-            self._end_backward(step)
+            then = self._end_backward(step, is_on_gpu=gradients.is_cuda)
         # Those of a stand-in may be NaN, which no weight makes zero.
         gradients = gradients.mul_(weight) if weight > 0 else gradients.zero_()
         work = dist.all_reduce(gradients, async_op=True)
@@ -173,14 +177,26 @@ class OwnParallel:
         if gradients.is_cuda:
             future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
             return future
-        return reduced(work, gradients)
+        return reduced(work, gradients, then)
 
-    def _end_backward(self, step: StepInHand) -> None:
-        """The backward pass is over: this rank waits for its peers from now on."""
+    def _end_backward(self, step: StepInHand, *, is_on_gpu: bool) -> Callable[[], None]:
+        """The backward pass is over: this rank waits for its peers from now on, until it has the last sum. Returns what
+        is to be called then, on the CPU: what the function does before the optimizer's step may take its time."""
         # Before any rank can have the sum: rank 0 has written down every step but that in hand, whenever it is lost.
         self._sums.settle()
-        self._watcher.do(Activity.REDUCE)
         step.has_reduced = True
+        with self._lock:
+            self._watcher.do(Activity.STEP if is_on_gpu else Activity.REDUCE)
+            self._num_ended += 1
+            number = self._num_ended
+
+        def leave() -> None:
+            with self._lock:
+                if number == self._num_ended:  # else a pass through several modules waits for the others' sums
+                    # DDP still waits for which parameters are used.
+                    self._watcher.do(Activity.STEP if self._finds_unused else Activity.COMPUTE)
+
+        return leave
 
 
 def require_summed(made: Iterable[Wrapped], step: int) -> None:
@@ -220,6 +236,10 @@ def _refuse_hook(*_arguments: Any, **_options: Any) -> NoReturn:
         "register_comm_hook() of a module that training.parallel() has made: it has a hook, which weighs gradients by "
         "samples, and DDP takes one alone; leave it out"
     )
+
+
+def _nothing() -> None:
+    pass
 
 
 class _ForwardBegins:

@@ -78,7 +78,7 @@ class StuckThread:
         activity, seconds, limit = self._own.at()
         waited = min(seconds, self._own.seconds_all_inside)
         # Another member may have broken it off, a moment before this one would have.
-        if self._was_apart or activity is not Activity.REDUCE or waited <= limit / 2:
+        if self._was_apart or not activity.is_inside or waited <= limit / 2:
             return
         self._was_apart = True
         self._tell(

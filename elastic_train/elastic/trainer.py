@@ -264,9 +264,12 @@ class Trainer:
         if self._training is None:
             return
         device = self._worker.device if self._training.world.world_size > 1 else None  # NCCL changes nothing of one
-        self._membership.sockets.require_unbroken(device)  # the backward pass may still be under way
-        if self._worker.device.type == "cpu" or self._membership.sockets.has_nccl:  # gloo's a GPU may still wait for
-            self._membership.watcher.do(Activity.COMPUTE)
+        watcher, sockets = self._membership.watcher, self._membership.sockets
+        if device is not None and sockets.has_nccl:
+            watcher.do(Activity.REDUCE)  # nothing of its own is left
+        sockets.require_unbroken(device)  # the backward pass may still be under way
+        if self._worker.device.type == "cpu" or sockets.has_nccl:  # gloo's a GPU may still wait for
+            watcher.do(Activity.COMPUTE)
         require_summed(self._ddp_modules, self._worker.state.step + 1)
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:

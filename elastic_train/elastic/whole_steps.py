@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -271,5 +271,4 @@ def _make_reduction(worker: Worker, membership: Membership, world: World) -> Red
         static_graph=config.static_graph,
         num_votes=len(NO_VOTES),
         do=do,
-        own_limit=partial(membership.watcher.pace.limit, Activity.COMPUTE),
     )

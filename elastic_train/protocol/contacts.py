@@ -179,7 +179,7 @@ class Contacts:
     def longest_wait(self, world: World) -> float:
         """Seconds that a worker of `world` whom this member pings has been inside of a collective, by its own word."""
         found = (self.activity_of(world, rank) for rank in self.training_neighbours(world))
-        return max((one.seconds for one in found if one and one.activity is Activity.REDUCE), default=0.0)
+        return max((one.seconds for one in found if one and one.activity.is_inside), default=0.0)
 
     def are_training(self, world: World) -> bool:
         """Whether all workers of `world` whom this member pings have just said that they are in it."""
@@ -331,7 +331,7 @@ class Judge:
         """Who has never come into a world whose group stood before it began, for as long as one may be between steps:
         of its training thread nothing is known, and its listener answers."""
         limit, (activity, seconds, _) = self._own.pace.between_steps, self._own.at()
-        if activity is not Activity.REDUCE or seconds <= limit:
+        if not activity.is_inside or seconds <= limit:
             return []
         absent = (rank for rank in self._contacts.training_neighbours(world) if rank not in activities)
         return [rank for rank in absent if self._contacts.seconds_elsewhere(world, rank) > limit]

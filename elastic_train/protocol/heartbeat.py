@@ -121,7 +121,7 @@ class Pace:
         """Seconds that a member may be at it."""
         if activity is Activity.FORM:
             return self._formation_timeout
-        if activity is Activity.COMPUTE:
+        if activity in (Activity.COMPUTE, Activity.STEP):
             return max(FIRST_SECONDS, self.stall_limit) if self._is_first else self.stall_limit
         if self._is_first:
             return FIRST_SECONDS
@@ -308,7 +308,7 @@ class OwnHeartbeat:
             world: the one that this member is in at this moment.
         """
         (activity, seconds, limit), now = self.at(), self._monotonic()
-        if activity is not Activity.REDUCE or world is None:
+        if not activity.is_inside or world is None:
             self._count += 1
             self.outside.hear((self._rank, self._count), now)
         generation, outside = world.generation if world else -1, self.outside

@@ -278,7 +278,7 @@ class Watcher:
         waited = min(seconds, self._monotonic() - broken_at)
         if waited > max(limit, self.pace.last_limit(activity)):
             self._has_given_up = True
-            what = "a collective of theirs" if activity is Activity.REDUCE else "what it was doing"
+            what = "a collective of theirs" if activity.is_inside else "what it was doing"
             self._give_up(
                 f"this world is over ({self.reason}), and {what} has not ended here in {waited:.0f} s: this worker ends"
             )

@@ -211,9 +211,10 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
         _helper.run(complete_on_stream, None)
 
 
-def reduced(work: Any, tensor: Tensor) -> Future[Tensor]:
+def reduced(work: Any, tensor: Tensor, then: Callable[[], None] = lambda: None) -> Future[Tensor]:
     """`tensor` once an all-reduce of it is done, as DDP's communication hook returns it. Fails with a RuntimeError that
-    quotes what `wait` raises."""
+    quotes what `wait` raises. Those that were begun before are done by then; `then` is called before anybody knows, on
+    another thread."""
     group = _group_of(tensor)
     over: Future[None] = Future()
     errors: list[Exception] = []
@@ -221,6 +222,7 @@ def reduced(work: Any, tensor: Tensor) -> Future[Tensor]:
     def complete() -> None:
         try:
             _wait(work, group)
+            then()
         except Exception as error:  # raised by the future
             errors.append(error)
         over.set_result(None)

@@ -99,7 +99,6 @@ class FastReduction:
     Args:
         num_votes: as many as `run` is given.
         do: told in every step when this rank may begin to wait for others, and when it computes again.
-        own_limit: seconds that work of this rank's own may take, which a GPU has beside its waits.
         options: DDP's own, such as `find_unused_parameters`.
 
     Raises:
@@ -113,7 +112,6 @@ class FastReduction:
         device: torch.device,
         num_votes: int,
         do: Callable[..., None] = lambda *_: None,
-        own_limit: Callable[[], float | None] = lambda: None,
         **options: Any,
     ) -> None:
         self._world_size = world.world_size
@@ -125,7 +123,7 @@ class FastReduction:
         self._options = options
         self._sums = _Sums()
         self._divisor = 1
-        self._do, self._own_limit = do, own_limit
+        self._do = do
         self._waits_in_forward = self._waits_in_backward = False
         self._shared: nn.Module | None = None
         """whose buffers are rank 0's"""
@@ -213,7 +211,7 @@ class FastReduction:
 
     def _enter_waits(self) -> None:
         """On a GPU until the step's end: in which call the host waits, nobody knows, and some of it is its own work."""
-        self._do(Activity.REDUCE, self._own_limit() if self._waits_in_backward else None)
+        self._do(Activity.STEP if self._waits_in_backward else Activity.REDUCE)
 
     def _make_totals(self, votes: Sequence[int]) -> torch.Tensor:
         """(loss, votes...) of this rank times what DDP divides by, on its device, before its first micro-batch."""

@@ -295,7 +295,7 @@ class SimParts:
         process, group = worker.process, worker.group
         assert group is not None, "it was opened"
         self.step_started = process.clock()
-        watcher.do(Activity.COMPUTE)
+        watcher.do(simulation.plan.work.activity)
         step = 0 if state.taken is None else state.taken.step
         is_first = not worker.num_commits
         process.sleep(simulation.plan.work.seconds(simulation.machines.random, world.rank, step, is_first=is_first))

@@ -11,6 +11,7 @@ import pytest
 from elastic_train.protocol import contacts, heartbeat
 from elastic_train.protocol.neighbours import STANDARD, Topology
 from elastic_train.rules import Activity
+from elastic_train.world import World
 from tests.simulation import checks
 from tests.simulation.faults import RING
 from tests.simulation.plan import Fault, Plan
@@ -135,9 +136,22 @@ def nobody_is_at_work(*_arguments: object) -> bool:
     return False
 
 
+def is_outside_and_in_time(self: contacts.Contacts, world: World, rank: int) -> bool:
+    """As if all that may wait for its peers did."""
+    found = self.activity_of(world, rank)
+    is_here = found is not None and found.generation == world.generation
+    return is_here and not found.activity.is_inside and not found.is_late  # type: ignore[union-attr]
+
+
 PLANTED: dict[str, tuple[object, str, Callable[..., object], str]] = {
     "judged by the steps before": (heartbeat.Pace, "limit", by_the_step_before, "long evaluations"),
     "a first step like any other": (heartbeat.Pace, "limit", by_the_step_before, "a first step that compiles"),
+    "a step on a GPU taken for a wait": (
+        contacts.Contacts,
+        "is_at_work",
+        is_outside_and_in_time,
+        "passes on a GPU that compile anew",
+    ),
     "no time to come to the agreement": (contacts.Contacts, "is_at_work", nobody_is_at_work, "long evaluations"),
 }
 

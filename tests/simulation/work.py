@@ -6,6 +6,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from elastic_train.rules import Activity
+
 
 @dataclass(frozen=True)
 class Work:
@@ -23,6 +25,8 @@ class Work:
     """after each fifth step rank 0 is"""
     busy: tuple[int, int, float] = (-1, -1, 0.0)
     """a rank, after which step, and for how many seconds it is"""
+    activity: Activity = Activity.COMPUTE
+    """what a member tells meanwhile"""
 
     def seconds(self, chance: random.Random, rank: int, step: int, *, is_first: bool) -> float:
         """That a member computes, from a commit to the next collective."""
@@ -50,6 +54,7 @@ KINDS = {
     "long steps": Work(step=6.0),
     "very long steps": Work(step=60.0),
     "a first step that compiles": Work(first=14.0),
+    "passes on a GPU that compile anew": Work(evaluation=24.0, activity=Activity.STEP),
     "a loader that hiccups": Work(hiccup=6.0),
     "long evaluations": Work(evaluation=24.0),
     "large snapshots": Work(snapshot=4.0),

@@ -39,6 +39,14 @@ def test_it_may_be_outside_of_the_collective_for_twenty_steps(step: float, limit
     assert pace.between_steps == max(FIRST_SECONDS, limit)
 
 
+@pytest.mark.parametrize("stall_timeout", [None, 20.0])
+def test_where_nobody_knows_whether_it_waits_it_may_take_what_its_own_work_may(stall_timeout: float | None) -> None:
+    pace = paced(30.0, 0.01, stall_timeout)
+    assert pace.limit(Activity.STEP) == pace.last_limit(Activity.STEP) == pace.limit(Activity.COMPUTE)
+    pace.expect_first_step()
+    assert pace.limit(Activity.STEP) == FIRST_SECONDS
+
+
 def test_what_the_user_says_counts() -> None:
     pace = paced(30.0, 0.01, stall_timeout=20.0)
     assert pace.limit(Activity.COMPUTE) == pace.between_steps == 20.0

@@ -26,14 +26,15 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic_train.elastic.own_parallel import OwnParallel, require_summed
 from elastic_train.elastic.session_steps import SessionSteps, StepInHand
-from elastic_train.errors import UsageError
-from elastic_train.rules import Activity
+from elastic_train.errors import StatesDiffer, UsageError
 from elastic_train.tools.bench.reduction_speed import local_world
 from elastic_train.training import evaluation
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.kept import leave_no_trace
 from elastic_train.training.reduction import FastReduction, Share, StepTotals, zero_gradients
 from elastic_train.training.sampler import MicroBatch
+from elastic_train.training.state import TrainState
+from elastic_train.training.state_hash import StateComparison
 from elastic_train.training.step import clip_gradients
 
 CPU = torch.device("cpu")
@@ -351,6 +352,29 @@ def test_loss_and_votes_have_the_digits_of_float32_whatever_the_default(votes: t
     assert totals == StepTotals(float(torch.tensor(1 / 3)), votes)
 
 
+COMPARED = [(None, 2), (1, WORLD_SIZE), (1, 1), (0, WORLD_SIZE)]
+"""which rank's weights have one bit turned over, if any, and how many ranks have brought the state"""
+
+
+def compare_states(rank: int, turned: int | None, num_voters: int) -> tuple[tuple[int, ...], bool] | None:
+    """Who is told to be wrong, and whether by a majority."""
+    torch.manual_seed(4)
+    model = make_model()
+    if rank == turned:
+        with torch.no_grad():
+            model[0].weight.view(torch.int32).view(-1)[3] ^= 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainState(model, optimizer, length=8, global_batch_size=8, epochs=9)
+    comparison = StateComparison(state, CPU, range(num_voters), with_buffers=True, is_able=True)
+    comparison.begin()
+    comparison.finish_hash(lambda: None)
+    try:
+        comparison.compare()
+    except StatesDiffer as differ:
+        return differ.wrong, differ.has_majority
+    return None
+
+
 @pytest.fixture(scope="module")
 def worked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the processes have left, by rank."""
@@ -383,6 +407,7 @@ def work(rank: int, port: int, out: Path) -> None:
         refused = [run_partly_used(rank, used) for used in (0, 1)]
         torch.save([*refused, run_beside_ddp(rank)], out / f"refused-{rank}")
         torch.save(run_own_steps(rank), out / f"own-{rank}")
+        torch.save([compare_states(rank, bit, voters) for bit, voters in COMPARED], out / f"compared-{rank}")
     torch.save([str(warning.message) for warning in warned], out / f"warnings-{rank}")
     dist.destroy_process_group()
 
@@ -599,6 +624,11 @@ def test_who_freezes_or_thaws_has_to_make_ddp_again(worked: Path) -> None:
                 torch.testing.assert_close(other[1][number], gradients[number], rtol=0, atol=0)
 
 
+def test_one_bit_of_one_rank_is_told_to_all_alike(worked: Path) -> None:
+    for rank in range(WORLD_SIZE):
+        assert torch.load(worked / f"compared-{rank}") == [None, ((1,), True), ((1,), True), ((0,), True)]
+
+
 def test_torch_warns_of_no_option_that_ddp_gets(worked: Path) -> None:
     for rank in range(WORLD_SIZE):
         assert [text for text in torch.load(worked / f"warnings-{rank}") if "deprecated" in text] == []
@@ -608,10 +638,10 @@ def test_torch_warns_of_no_option_that_ddp_gets(worked: Path) -> None:
     ("device", "layers", "expected"),
     [
         ("cpu", [], ["forward"]),
-        ("cuda", [], ["forward", "reduce 300", "reduce None"]),
-        ("cuda", [nn.SyncBatchNorm(6)], ["reduce 300", "forward", "reduce 300", "reduce None"]),
-        ("cuda", [Counting()], ["reduce 300", "forward", "reduce 300", "reduce None"]),
-        ("cpu", [Counting()], ["reduce None", "compute None", "forward"]),
+        ("cuda", [], ["forward", "step", "reduce"]),
+        ("cuda", [nn.SyncBatchNorm(6)], ["step", "forward", "step", "reduce"]),
+        ("cuda", [Counting()], ["step", "forward", "step", "reduce"]),
+        ("cpu", [Counting()], ["reduce", "compute", "forward"]),
     ],
 )
 def test_a_pause_in_a_step_on_a_gpu_is_no_collective_that_does_not_end(
@@ -643,11 +673,8 @@ def test_a_pause_in_a_step_on_a_gpu_is_no_collective_that_does_not_end(
         done.append("forward")
         return layer(batch[0]).mean()  # type: ignore[no-any-return]
 
-    def do(activity: Activity, limit: float | None = None) -> None:
-        done.append(f"{activity} {limit}")
-
     model = nn.Sequential(layer, *layers)
-    fast = FastReduction(model, local_world(0, 2), torch.device(device), num_votes=2, do=do, own_limit=lambda: 300)
+    fast = FastReduction(model, local_world(0, 2), torch.device(device), num_votes=2, do=done.append)
     fast.run(make_share(TOGETHER["even"], 0, 0), loss, lambda one: one, (0, 0))
     assert done == expected
 

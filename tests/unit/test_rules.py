@@ -231,6 +231,7 @@ def test_a_misfit_is_refused_by_name() -> None:
 
 # --- who keeps the others waiting -------------------------------------------------------------------------------------
 
+INSIDE = (Activity.REDUCE, Activity.STEP)
 BEATS = [
     MemberActivity(generation, activity, seconds, limit)
     for generation in (GENERATION, GENERATION - 1)
@@ -246,8 +247,8 @@ def test_stalled_for_every_triple_of_beats() -> None:
     """Who is inside of the collective, or in another world, is not; and nobody whom none has waited for as long."""
     for triple in itertools.product(BEATS, repeat=3):
         present = {rank: one for rank, one in enumerate(triple) if one.generation == GENERATION}
-        waits = [one.seconds for one in present.values() if one.activity is Activity.REDUCE]
-        late = {rank for rank, one in present.items() if one.activity is not Activity.REDUCE and one.is_late}
+        waits = [one.seconds for one in present.values() if one.activity in INSIDE]
+        late = {rank for rank, one in present.items() if one.activity not in INSIDE and one.is_late}
         named = stalled(dict(enumerate(triple)), GENERATION)
         assert named == {rank for rank in late if waits and max(waits) > present[rank].limit}
 
@@ -255,7 +256,7 @@ def test_stalled_for_every_triple_of_beats() -> None:
 def test_cut_off_for_every_triple_of_beats() -> None:
     for triple in itertools.product(BEATS, repeat=3):
         activities = dict(enumerate(triple))
-        all_wait = all(one.generation == GENERATION and one.activity is Activity.REDUCE for one in triple)
+        all_wait = all(one.generation == GENERATION and one.activity in INSIDE for one in triple)
         assert is_cut_off(activities, GENERATION) == (all_wait and all(one.is_late for one in triple))
         assert not (is_cut_off(activities, GENERATION) and stalled(activities, GENERATION))
 
