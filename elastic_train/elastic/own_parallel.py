@@ -149,10 +149,11 @@ class OwnParallel:
         """
         step = self._steps.in_hand
         if step is not None:
-            if self._world_size > 1:
-                # On a GPU until the optimizer steps: in which call the host waits for it, nobody knows; but there is
-                # code of the user's in between, which may pause, or compile for another shape.
-                self._watcher.do(Activity.REDUCE if self._device.type == "cpu" else Activity.STEP)
+            step.has_begun = True
+            # On a GPU until the optimizer steps: in which call the host waits for it, nobody knows; but there is code
+            # of the user's in between, which may pause, or compile for another shape.
+            waits = Activity.REDUCE if self._device.type == "cpu" else Activity.STEP
+            self._watcher.do(waits if self._world_size > 1 else Activity.COMPUTE)
             step.end_passes(ddp.module)  # a second one: what all get now is as it was
         if shares_buffers and ddp.require_forward_param_sync:
             share_buffers(ddp.module)
@@ -160,9 +161,10 @@ class OwnParallel:
             step.stand_in(ddp.module)
 
     def leave_collective(self) -> None:
-        """The module's own forward pass begins."""
-        if self._steps.in_hand is not None:
-            self._watcher.do(Activity.COMPUTE)
+        """The module's own forward pass begins, perhaps of an evaluation before the step's."""
+        step = self._steps.in_hand
+        if step is not None:
+            self._watcher.do(Activity.COMPUTE, None if step.has_begun else self._watcher.pace.between_steps)
 
     def _average_by_samples(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP's communication hook: the sum over ranks of each one's mean times its share of the step's samples."""

@@ -36,6 +36,8 @@ class StepInHand:
     """the optimizer has stepped"""
     found_inf: torch.Tensor | None = None
     """of a fused optimizer under a GradScaler: not 0 where its step has changed nothing"""
+    has_begun: bool = False
+    """a pass through DDP has"""
     has_reduced: bool = False
     """its gradients have been summed by DDP"""
     stood_in: dict[nn.Module, Callable[[], None]] = field(default_factory=dict)
@@ -150,8 +152,10 @@ class SessionSteps:
         return share
 
     def leave_to_function(self, micro_batch: MicroBatch) -> None:
-        """The user's own code computes the step in hand, from its one micro-batch on this rank."""
+        """The user's own code computes the step in hand, from its one micro-batch on this rank, and may evaluate before
+        that."""
         state = self._worker.state
+        self.turn_to_function()
         seed_model_draws(self._worker.config.seed, micro_batch.step, micro_batch.shard, self._worker.device)
         state.lock.let_go()
 
@@ -252,7 +256,7 @@ class SessionSteps:
             state.lock.let_go()
 
     def turn_to_function(self) -> None:
-        """What the user's own code does between steps, on one rank perhaps, may take its time."""
+        """What the user's own code does between two steps' passes, on one rank perhaps, may take its time."""
         if self._is_own_code:
             self._watcher.do(Activity.COMPUTE, self._watcher.pace.between_steps)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from elastic_train.elastic.own_parallel import OwnParallel
 from elastic_train.elastic.session_steps import StepInHand
-from elastic_train.protocol.heartbeat import OwnHeartbeat, Pace
+from elastic_train.protocol.heartbeat import FIRST_SECONDS, OwnHeartbeat, Pace
 from elastic_train.rules import Activity
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.world import World
@@ -100,4 +100,15 @@ def test_a_backward_pass_through_two_modules_waits_for_the_sums_of_both(step: St
     leave_body()
     assert step.own.at()[0] is Activity.COMPUTE
     head(body(torch.ones(2, 4))).sum().backward()
+    assert step.at == (Activity.COMPUTE, 300.0)
+
+
+def test_an_evaluation_before_the_steps_pass_has_the_time_of_one_between_steps(step: Step) -> None:
+    """It stands at the top of the loop, which has its batch already, and passes through the module itself."""
+    model = layers()
+    ddp = step.wrap(model)
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert step.at == (Activity.COMPUTE, FIRST_SECONDS)
+    ddp(torch.ones(2, 4))
     assert step.at == (Activity.COMPUTE, 300.0)
