@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+import torch.distributed as dist
+
 from elastic_train.errors import is_of_user
 from elastic_train.protocol.heartbeat import OwnHeartbeat
 from elastic_train.rules import Activity
@@ -28,6 +30,7 @@ class StuckThread:
     Args:
         waited: for how many seconds others have been waiting in a collective, by what is heard of them.
         where: the place in the code at which the training thread is.
+        is_inside: whether that is in a collective of the function's own, of which nobody was told.
     """
 
     def __init__(
@@ -36,9 +39,11 @@ class StuckThread:
         warn: Callable[[str], None],
         waited: Callable[[World], float],
         where: Callable[[], str] | None = None,
+        is_inside: Callable[[], bool] | None = None,
     ) -> None:
         self._own, self._warn, self._waited = own, warn, waited
         self._where = place_of_main_thread if where is None else where
+        self._is_inside = is_main_thread_in_collective if is_inside is None else is_inside
         self._line: str | None = None
         """what is said while it stands still"""
         self._said_at = 0.0
@@ -60,6 +65,8 @@ class StuckThread:
         if self._line is None or seconds < self._said_at:
             self._line = self._describe(world, seconds, limit)
             self._tell(self._line)
+            if self._is_inside():  # else whoever is outside would keep all waiting for ever, and none be to blame
+                self._own.turn_inside()
         elif seconds < self._said_at + AGAIN_SECONDS:
             return None
         self._said_at = seconds
@@ -91,14 +98,25 @@ class StuckThread:
         threading.Thread(target=self._warn, args=(line,), name="stuck", daemon=True).start()
 
 
-def place_of_main_thread() -> str:
-    """The innermost line that the main thread is in, and before it that of the user's own code; where there is none, of
-    ours or of an installed package."""
+def is_main_thread_in_collective() -> bool:
+    """Whether it is inside of a function of torch.distributed."""
+    return any(frame.f_code.co_filename == dist.distributed_c10d.__file__ for frame in frames_of_main_thread())
+
+
+def frames_of_main_thread() -> list[FrameType]:
+    """The innermost one first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # documented, whatever its name
     frames: list[FrameType] = []
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
+    return frames
+
+
+def place_of_main_thread() -> str:
+    """The innermost line that the main thread is in, and before it that of the user's own code; where there is none, of
+    ours or of an installed package."""
+    frames = frames_of_main_thread()
     if not frames:
         return "its main thread has ended"
     theirs = next(filter(is_of_user, frames), None) or next(filter(_is_of_package, frames), None)

@@ -290,6 +290,15 @@ class OwnHeartbeat:
             self.pace.note_collective(now - since)
         self._activity = (activity, now, limit)
 
+    def turn_inside(self) -> None:
+        """For the watcher's thread: the training thread, late at something of its own, is found inside of a collective.
+        From now on it counts as waiting for its peers, and may for as long again."""
+        found = self._activity
+        if found[0] is Activity.COMPUTE:
+            inside = (Activity.REDUCE, self._monotonic(), self.at()[2])
+            if self._activity is found:  # else it has just turned to something else
+                self._activity = inside
+
     def at(self) -> tuple[Activity, float, float]:
         """What the training thread does, for how many seconds, and how many it may."""
         activity, since, limit = self._activity

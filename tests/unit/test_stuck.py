@@ -6,8 +6,10 @@ import threading
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from elastic_train.elastic.stuck import StuckThread, place_of_main_thread
+from elastic_train.elastic.stuck import StuckThread, is_main_thread_in_collective, place_of_main_thread
 from elastic_train.protocol.heartbeat import OwnHeartbeat, Pace
 from elastic_train.rules import Activity
 from elastic_train.world import World
@@ -132,3 +134,41 @@ def test_the_place_is_the_innermost_line_of_the_users_own_code() -> None:
     assert here.startswith(f"it is at {__file__}:")
     assert here.endswith("(test_the_place_is_the_innermost_line_of_the_users_own_code)")
     assert "threading.py:" in called
+
+
+class Looking:
+    """Is pickled by the main thread, inside of a function of torch's."""
+
+    def __reduce__(self) -> tuple[type[list[None]], tuple[()]]:
+        looks = threading.Thread(target=lambda: self.found.append(is_main_thread_in_collective()))
+        looks.start()
+        looks.join(10.0)
+        return list, ()
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+
+def test_the_main_thread_is_seen_in_a_collective() -> None:
+    looking = Looking()
+    dist.distributed_c10d._object_to_tensor(looking, torch.device("cpu"), None)  # as gather_object does first
+    looking.__reduce__()
+    assert looking.found == [True, False]
+
+
+def test_who_waits_in_a_collective_of_its_own_counts_as_such_once_it_is_late() -> None:
+    """Else all would be busy, by their own word, while one hangs outside, and nobody be to blame."""
+    clock, said, place = Clock(), list[str](), {"is_inside": False}
+    own = OwnHeartbeat(Pace(10.0, stall_timeout=20.0), clock)
+    own.pace.note_step(0.1)
+    stuck = StuckThread(own, said.append, lambda _world: 0.0, lambda: "", lambda: place["is_inside"])
+    for place["is_inside"], activity in ((False, Activity.COMPUTE), (True, Activity.REDUCE)):
+        own.turn_to(Activity.COMPUTE)
+        clock.now += 19.0
+        stuck.look(OF_TWO)
+        assert own.at()[0] is Activity.COMPUTE
+        clock.now += 2.0
+        stuck.look(OF_TWO)
+        assert own.at()[0] is activity
+    assert own.at() == (Activity.REDUCE, 0.0, 20.0), "it has waited for as long before another one is blamed"
+    assert len(settled(said)) == 2
