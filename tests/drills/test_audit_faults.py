@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -62,23 +63,57 @@ def test_a_join_in_place_that_stands_still(run_dir: Path) -> None:
     assert verdicts(audit(run_dir))["incidents"] is CheckOutcome.PASS, "it may have waited for --min-nodes"
 
 
-@pytest.mark.parametrize(("generation", "step"), [(0, 1), (1, 6)], ids=["a first step", "an evaluation"])
-def test_what_a_job_stands_still_by_itself_belongs_to_the_limit_of_an_outage(
-    run_dir: Path, generation: int, step: int
-) -> None:
-    """Of one that compiles, or evaluates, for 50 s."""
+EVALUATION = {"event": "evaluation", "epoch": 1, "accuracy": 0.5}
+SNAPSHOT = {"event": "snapshot", "snapshot_step": 5, "path": "/s/5", "stall_seconds": 50.0}
 
-    def is_later(line: Line) -> bool:
-        return (line["generation"] or 0, line["step"]) >= (generation, step)
 
-    for member in MEMBERS:
-        delay(events_of(run_dir, member), 50, is_later)
+def _with_gaps(run_dir: Path, places: list[tuple[int, int]], said: list[Line]) -> None:
+    """50 s before each of some steps (generation, step), and an outage of 40.5 s; rank 0 says something after step 5,
+    before the gap that may be there."""
+    for member, place in itertools.product(MEMBERS, places):
+        delay(
+            events_of(run_dir, member), 50, lambda line, place=place: (line["generation"] or 0, line["step"]) >= place
+        )
     for member in MEMBERS[:2]:
         delay(events_of(run_dir, member), 40, is_of(1))
-    edit_json(run_dir / "result.json", lambda result: {**result, **with_wall(result, 92.0)})
+    edit_json(run_dir / "result.json", lambda result: {**result, **with_wall(result, 42.0 + 50 * len(places))})
+
+    def say(lines: list[Line]) -> list[Line]:
+        at = next(i for i, line in enumerate(lines) if (line["event"], line["step"]) == ("step", 5))
+        own = ("time", "monotonic", "rank", "world_size", "generation", "step", "pid", "host")
+        return [*lines[: at + 1], *({**{name: lines[at][name] for name in own}, **it} for it in said), *lines[at + 1 :]]
+
+    edit_lines(events_of(run_dir), say)
+
+
+@pytest.mark.parametrize(
+    ("places", "said"),
+    [
+        ([(0, 1)], []),
+        ([(1, 6)], [EVALUATION]),
+        ([(1, 6)], [SNAPSHOT]),
+        ([(0, 3), (1, 6)], []),
+    ],
+    ids=["a first step", "an evaluation", "a snapshot", "what comes again"],
+)
+def test_what_a_job_stands_still_by_itself_belongs_to_the_limit_of_an_outage(
+    run_dir: Path, places: list[tuple[int, int]], said: list[Line]
+) -> None:
+    """Of one that compiles, or evaluates, for 50 s."""
+    _with_gaps(run_dir, places, said)
     assert audit(run_dir).reasons == []
     mark_as_drill(run_dir)
     assert "incidents: peer_lost before generation 1: 40.50 s without a step, limit 36 s" in audit(run_dir).reasons
+
+
+@pytest.mark.parametrize(
+    "said", [[], [{**EVALUATION, "step": 4}], [{**SNAPSHOT, "stall_seconds": 0.1}]], ids=["alone", "evaluated", "saved"]
+)
+def test_a_hang_within_a_world_widens_no_limit(run_dir: Path, said: list[Line]) -> None:
+    """Of 50 s, once, beside an evaluation and a snapshot that take next to none."""
+    _with_gaps(run_dir, [(1, 6)], said)
+    told = "incidents: peer_lost before generation 1: 40.50 s without a step, limit 36 s"
+    assert only_failure(run_dir, "incidents") == told
 
 
 def test_an_outage_beyond_its_limit_when_the_drill_had_let_its_job_run_free(run_dir: Path) -> None:

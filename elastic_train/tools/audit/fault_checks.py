@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
+from elastic_train.runlog.reader import float_of
 from elastic_train.tools.audit.finding import Found, Skip
 from elastic_train.tools.audit.history import History, PastWorld
 from elastic_train.tools.audit.lost_time import Outage, outages_of
@@ -111,15 +112,24 @@ def _limits(history: History) -> dict[str, float]:
 
 def _standstill(history: History) -> float:
     """The longest that the job was without a step by itself, seconds: from its start to its first step, as where it
-    compiles, or from a step to the next one of the same world, as where it evaluates."""
-    longest = 0.0
+    compiles; by the word of its events, evaluating or saving; or from a step to the next one of the same world.
+
+    What a job does by itself comes again: of each kind the longest does not count, for it may be a hang. An evaluation
+    or a snapshot that is the only one does: events say what it was.
+    """
+    own, within, evaluating = [0.0], [0.0, 0.0], list[float]()
+    evaluated = {(line["generation"], line["step"]) for line in history.of("evaluation")}
     for world in history.worlds:
         steps = history.steps_of.get(world.generation, [])
         for step in steps[:1] if world.cause == "start" else ():
-            longest = max(longest, step.time - world.stood.get(step.clock, step.time))
+            own.append(step.time - world.stood.get(step.clock, step.time))
         for before, after in itertools.pairwise(steps):
-            longest = max(longest, after.time - before.time if before.clock == after.clock else 0.0)
-    return longest
+            if before.clock == after.clock:
+                within.append(after.time - before.time)
+                evaluating += within[-1:] if (before.generation, before.step) in evaluated else []
+    saving = [float_of(line, "stall_seconds") or 0.0 for line in history.of("snapshot")]
+    said = (sorted(seconds)[-2:][0] for seconds in (evaluating, saving) if seconds)
+    return max(*own, sorted(within)[-2], *said)
 
 
 def check_faults(history: History) -> Found:
