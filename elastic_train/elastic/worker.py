@@ -258,15 +258,13 @@ def require_bucket(config: Config, reporter: Reporter) -> None:
 
 
 def make_reporter(config: Config, launch: Launch, directory: RunDirectory, host: str) -> Reporter:
+    events = EventLog(
+        directory.events_dir, host=host, local_rank=launch.local_rank, rank=launch.rank, world_size=launch.world_size
+    )
+    ledger = Ledger(directory.ledger_dir, events=events, host=host, local_rank=launch.local_rank)
     return Reporter(
-        events=EventLog(
-            directory.events_dir,
-            host=host,
-            local_rank=launch.local_rank,
-            rank=launch.rank,
-            world_size=launch.world_size,
-        ),
-        ledger=Ledger(directory.ledger_dir, host=host, local_rank=launch.local_rank) if config.ledger else None,
+        events=events,
+        ledger=ledger if config.ledger else None,
         tensorboard_dir=directory.tensorboard_dir,
         wants_bar=not config.no_progress,
         debug=config.debug,

@@ -40,58 +40,98 @@ class JsonLines:
     """An append-only file of JSON objects, made at the first line; every line is in the kernel before `write` returns.
 
     A file system that is full or gone must not end the training. Meanwhile lines are lost, which one line on stderr
-    says. A full one is tried at every line; any other failure, which may take long each time, leaves the file alone for
-    PAUSE_SECONDS and PAUSE_FACTOR times what it took. A handle that an NFS server's restart made stale is opened anew.
+    says, and an event `unwritten` afterwards. A full one is tried at every line; any other failure, which may take long
+    each time, leaves the file alone for PAUSE_SECONDS and PAUSE_FACTOR times what it took. A handle that the restart of
+    an NFS server made stale is opened anew.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.path = path
-        self._clock = clock
+    def __init__(
+        self,
+        path: Path,
+        tell: Callable[[dict[str, Any]], bool] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`tell`: gets the fields of an event `unwritten` when lines can be written again; again later where it returns
+        False."""
+        self.path, self._tell, self._clock = path, tell, clock
+        self._lost: dict[str, list[list[int]]] = {}
+        """event -> generation, first and last step of lines that were lost; those of a ledger are `samples`"""
+        self._num_torn = 0
+        """lines of which a part found room"""
+        self._is_telling = False
         self._fd: int | None = None
         self._has_failed = False
         self._paused_until = -math.inf
         self._lock = threading.RLock()
         """a thread may write while another closes; a signal handler may write within a write"""
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, line: dict[str, Any]) -> bool:
+        """Whether it is in the file."""
         data = line_of(line)
         with self._lock:
-            began = self._clock()
-            if began < self._paused_until:
-                return
-            try:
-                self._append(data)
-            except OSError as error:
-                self.close()  # the next line begins behind a newline, where this one was cut off
-                if error.errno not in DISK_FULL:
-                    took = self._clock() - began
-                    self._paused_until = began + took + max(PAUSE_SECONDS, PAUSE_FACTOR * took)
-                if not self._has_failed:
-                    until = "there is room" if error.errno in DISK_FULL else "it can be written to"
-                    write_line(f"warning: {self.path} misses lines until {until}: {error.strerror}; training goes on")
-                self._has_failed = True
-            else:
-                self._has_failed = False
+            is_written = self._try(data)
+            if self._tell is None:
+                return is_written
+            if not is_written:
+                self._note(line)
+            elif (self._lost or self._num_torn) and not self._is_telling:
+                self._is_telling = True  # who tells may write into this file
+                if self._tell({"file": self.path.parent.name, "lines": self._lost, "torn": self._num_torn}):
+                    self._lost, self._num_torn = {}, 0
+                self._is_telling = False
+            return is_written
 
-    def _append(self, data: bytes) -> None:
+    def _note(self, line: dict[str, Any]) -> None:
+        generation, step = line["generation"], line["step"]
+        if generation is None or line.get("event") == "unwritten":
+            return
+        ranges = self._lost.setdefault(line.get("event", "samples"), [])
+        if ranges and ranges[-1][0] == generation and ranges[-1][1] <= step <= ranges[-1][2] + 1:
+            ranges[-1][2] = max(step, ranges[-1][2])
+        else:
+            ranges.append([generation, step, step])
+
+    def _try(self, data: bytes) -> bool:
+        began = self._clock()
+        if began < self._paused_until:
+            return False
+        try:
+            is_whole = self._append(data)
+        except OSError as error:
+            self.close()  # the next line begins behind a newline, where this one was cut off
+            if error.errno not in DISK_FULL:
+                took = self._clock() - began
+                self._paused_until = began + took + max(PAUSE_SECONDS, PAUSE_FACTOR * took)
+            if not self._has_failed:
+                until = "there is room" if error.errno in DISK_FULL else "it can be written to"
+                write_line(f"warning: {self.path} misses lines until {until}: {error.strerror}; training goes on")
+            self._has_failed = True
+            return False
+        self._has_failed = False
+        return is_whole
+
+    def _append(self, data: bytes) -> bool:
         """Raises: OSError."""
         try:
-            self._append_once(data)
+            return self._append_once(data)
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
             self.close()
-            self._append_once(data)
+            return self._append_once(data)
 
-    def _append_once(self, data: bytes) -> None:
+    def _append_once(self, data: bytes) -> bool:
         if self._fd is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             size = os.fstat(self._fd).st_size
             if size and os.pread(self._fd, 1, size - 1) != b"\n":
                 os.write(self._fd, b"\n")
-        if os.write(self._fd, data) != len(data):
+        is_whole = os.write(self._fd, data) == len(data)
+        if not is_whole:
+            self._num_torn += 1
             os.write(self._fd, b"\n")  # the disk filled up within the line: end it, so that readers skip only it
+        return is_whole
 
     def is_elsewhere(self) -> bool:
         """Whether the file that lines go to is no longer at its path: it was moved or removed."""
@@ -124,7 +164,7 @@ class EventLog:
         world_size: int,
     ) -> None:
         self.directory = directory
-        self._lines = JsonLines(directory / file_name(host, local_rank, os.getpid()))
+        self._lines = JsonLines(directory / file_name(host, local_rank, os.getpid()), self.unwritten)
         self._identity = {"pid": os.getpid(), "host": host}
         self._rank, self._world_size = rank, world_size
         self._generation: int | None = None
@@ -160,7 +200,12 @@ class EventLog:
         if self._start is not None:
             self._lines.write(self._start)
 
-    def write(self, event: str, **fields: Any) -> None:
+    def unwritten(self, lost: dict[str, Any]) -> bool:
+        """Lines of this worker are missing in a file, for the disk was full. Whether that is written down now."""
+        return self.write("unwritten", **lost)
+
+    def write(self, event: str, **fields: Any) -> bool:
+        """Whether it is in the file."""
         now = time.time()
         quarantined = [one for one in self.quarantines if one["until"] > now]
         line = {
@@ -179,7 +224,7 @@ class EventLog:
         }
         if event == "start":
             self._start = line
-        self._lines.write(line)
+        return self._lines.write(line)
 
     def close(self) -> None:
         self._lines.close()
@@ -192,8 +237,9 @@ class Ledger:
     died right after it.
     """
 
-    def __init__(self, directory: Path, *, host: str, local_rank: int) -> None:
-        self._lines = JsonLines(directory / file_name(host, local_rank, os.getpid()))
+    def __init__(self, directory: Path, *, events: EventLog, host: str, local_rank: int) -> None:
+        """`events`: of this worker, which tell what is missing here."""
+        self._lines = JsonLines(directory / file_name(host, local_rank, os.getpid()), events.unwritten)
 
     def write(self, *, epoch: int, step: int, world: World, indices: list[np.ndarray]) -> None:
         """`indices`: the sample indices of this rank's micro-batches, int64, one array each."""

@@ -113,6 +113,52 @@ def test_a_line_that_a_kill_cut_off_is_no_finding_of_its_own(run_dir: Path) -> N
     assert "samples where" in only_failure(run_dir, "ledger")
 
 
+def _tell(run_dir: Path, member: str, **lost: object) -> None:
+    """A worker says at its end what it could not write while its disk was full."""
+
+    def tell(lines: list[Line]) -> list[Line]:
+        return [*lines[:-1], {**lines[-1], "event": "unwritten", "torn": 0, **lost}, lines[-1]]
+
+    edit_lines(events_of(run_dir, member), tell)
+
+
+def test_samples_that_were_not_written_for_the_disk_was_full(run_dir: Path) -> None:
+    path = ledger_of(run_dir, MEMBERS[1])
+    edit_lines(path, lambda lines: [line for line in lines if line["step"] not in (5, 6)])
+    path.write_bytes(path.read_bytes().replace(b'{"epoch": 2', b'{"epoch": 1, "st\n{"epoch": 2'))
+    assert len(only_failure(run_dir, "ledger").splitlines()) == 4, "two steps, an epoch, a torn line"
+    _tell(run_dir, MEMBERS[1], file="ledger", lines={"samples": [[1, 5, 5]]})
+    assert only_failure(run_dir, "ledger").splitlines() == [
+        "ledger: ledger/b-0-12.jsonl: line 6 is torn",
+        "ledger: step 6, generation 1: 1 samples where 2 belong",
+    ]
+    _tell(run_dir, MEMBERS[0], file="ledger", lines={"samples": [[1, 6, 6]]}, torn=1)
+    assert len(only_failure(run_dir, "ledger").splitlines()) == 2, "the other one says nothing of what is missing"
+    _tell(run_dir, MEMBERS[1], file="ledger", lines={"samples": [[1, 6, 6]]}, torn=1)
+    found = audit(run_dir)
+    assert found.reasons == []
+    [check] = [check for check in found.checks if check.name == "ledger"]
+    assert check.detail == "5 steps, 3 epochs of 10 samples; 2 steps more not written: disk full"
+    edit_lines(ledger_of(run_dir), lambda lines: [line for line in lines if line["step"] != 5])
+    assert only_failure(run_dir, "ledger") == "ledger: step 5 was committed and has no line"
+
+
+@pytest.mark.parametrize("lost", [(5, 6), (6, 7)], ids=["in between", "the last"])
+def test_steps_that_were_not_written_for_the_disk_was_full(run_dir: Path, lost: tuple[int, int]) -> None:
+    edit_lines(
+        events_of(run_dir),
+        lambda lines: [line for line in lines if line["event"] != "step" or line["step"] not in lost],
+    )
+    assert verdicts(audit(run_dir))["steps"] is CheckOutcome.FAIL
+    _tell(run_dir, MEMBERS[0], file="events", lines={"step": [[0, *lost]]})
+    assert verdicts(audit(run_dir))["steps"] is CheckOutcome.FAIL, "of a generation that had not these steps"
+    _tell(run_dir, MEMBERS[0], file="events", lines={"step": [[1, *lost]]})
+    found = audit(run_dir)
+    assert found.reasons == []
+    [check] = [check for check in found.checks if check.name == "steps"]
+    assert check.detail == "steps 1 to 7 in 2 generations; 2 of them not written: disk full"
+
+
 def test_samples_that_are_none_of_the_data(run_dir: Path) -> None:
     def spoil(lines: list[Line]) -> list[Line]:
         lines[0]["indices"] = [LENGTH, 2**40]

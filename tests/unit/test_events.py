@@ -243,7 +243,7 @@ def test_no_file_before_the_first_line(tmp_path: Path) -> None:
 
 
 def test_a_ledger_line(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, host="node", local_rank=0)
+    ledger = Ledger(tmp_path, events=event_log(tmp_path / "events"), host="node", local_rank=0)
     parts = [np.array([5, 3]), np.array([], dtype=np.int64), np.array([2**40])]
     ledger.write(epoch=1, step=9, world=WORLD, indices=parts)
     ledger.close()
@@ -302,12 +302,9 @@ def test_a_full_disk_ends_no_training(capsys: pytest.CaptureFixture[str]) -> Non
     lines.close()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_when_there_is_room_again_lines_are_written_again(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """How a run ended is told by its last line."""
-    lines, write, room = JsonLines(tmp_path / "lines.jsonl"), os.write, [math.inf]
+def limit_room(monkeypatch: pytest.MonkeyPatch, number: int = errno.ENOSPC) -> list[float]:
+    """How many bytes the disk still takes."""
+    room, write = [math.inf], os.write
 
     def limited(fd: int, data: bytes) -> int:
         if room[0] <= 0:
@@ -317,6 +314,15 @@ def test_when_there_is_room_again_lines_are_written_again(
         return written
 
     monkeypatch.setattr("elastic_train.runlog.events.os.write", limited)
+    return room
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_when_there_is_room_again_lines_are_written_again(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How a run ended is told by its last line."""
+    lines, room = JsonLines(tmp_path / "lines.jsonl"), limit_room(monkeypatch, number)
     for count in range(7):
         room[0] = {1: 4.0, 3: math.inf, 4: 0.0, 5: math.inf}.get(count, room[0])
         lines.write({"number": count})
@@ -325,6 +331,34 @@ def test_when_there_is_room_again_lines_are_written_again(
     assert list(read_with_torn(lines.path, torn)) == [{"number": count} for count in (0, 3, 5, 6)]
     assert torn == [2]
     assert len(capsys.readouterr().err.splitlines()) == 2, "one for each time that it was full"
+
+
+def test_what_found_no_room_is_told_of_when_there_is_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the audit: which lines are missing, and how many are torn. An event that tells it may find no room either."""
+    log, room = event_log(tmp_path / "events"), limit_room(monkeypatch)
+    ledger = Ledger(tmp_path / "ledger", events=log, host="node", local_rank=1)
+    log.write("start")
+    log.enter(WORLD)
+    for step in range(1, 8):
+        room[0] = {2: 5.0, 3: 0.0, 5: 100.0, 6: math.inf}.get(step, room[0])  # at step 5 for a line of the ledger alone
+        ledger.write(epoch=0, step=step, world=WORLD, indices=[np.array([step])])
+        log.step = step
+        log.write("step")
+        log.write("warning")
+    log.close()
+    ledger.close()
+    lines = read_all(only_file(tmp_path / "events"))
+    assert [line["step"] for line in lines if line["event"] == "step"] == [1, 6, 7]
+    assert [line["step"] for line in read_all(only_file(tmp_path / "ledger"))] == [1, 5, 6, 7]
+    told = {line["file"]: (line["torn"], line["lines"]) for line in lines if line["event"] == "unwritten"}
+    assert told["ledger"] == (1, {"samples": [[7, 2, 4]]})
+    torn: list[int] = []
+    list(read_with_torn(only_file(tmp_path / "events"), torn))
+    assert told["events"][0] == len(torn)
+    assert told["events"][1] == {"step": [[7, 2, 5]], "warning": [[7, 2, 5]]}
+    assert len([line for line in lines if line["event"] == "unwritten"]) == 2, "once for each file"
 
 
 @pytest.mark.parametrize("failing", ["write", "open"])

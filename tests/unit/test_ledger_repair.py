@@ -38,7 +38,9 @@ def work(rank: int, port: int, path: Path) -> None:
     state = make_state(CONFIG, ImageClassification("digits", "mlp", Path(), 0), CPU)
     state.step, state.samples_done, state.last_commits = 20, 20 * 64, [{"generation": 3}]
     events = EventLog(path / "events", host="localhost", local_rank=rank, rank=rank, world_size=2)
-    reporter = SimpleNamespace(events=events, ledger=Ledger(path / "new", host="localhost", local_rank=rank))
+    reporter = SimpleNamespace(
+        events=events, ledger=Ledger(path / "new", events=events, host="localhost", local_rank=rank)
+    )
     directory = SimpleNamespace(ledger_dir=path / "ledger")
     worker: Any = SimpleNamespace(state=state, config=CONFIG, reporter=reporter, directory=directory)
     write_lines_again(worker, make_world(rank, 2))

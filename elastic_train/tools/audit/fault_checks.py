@@ -124,7 +124,7 @@ def _standstill(history: History) -> float:
         for step in steps[:1] if world.cause == "start" else ():
             own.append(step.time - world.stood.get(step.clock, step.time))
         for before, after in itertools.pairwise(steps):
-            if before.clock == after.clock:
+            if before.clock == after.clock and after.step == before.step + 1:
                 within.append(after.time - before.time)
                 evaluating += within[-1:] if (before.generation, before.step) in evaluated else []
     saving = [float_of(line, "stall_seconds") or 0.0 for line in history.of("snapshot")]

@@ -5,12 +5,10 @@ Unlike status.py, which looks at the ends of the files to answer at once, this r
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
 import time
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,8 +21,9 @@ from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line, member_of, read_json, read_with_torn
 from elastic_train.storage.places import folder_by
 from elastic_train.storage.store_urls import is_url
-from elastic_train.tools.audit.lives import Clock, Clocks, LedgerLine, Life, Step, lives_of, of_one_run
+from elastic_train.tools.audit.lives import Clock, Clocks, LedgerLine, Life, Step, lives_of, of_one_run, packed
 from elastic_train.tools.audit.record import DrillRecord, read_drill
+from elastic_train.tools.audit.unwritten import Unwritten
 
 
 @dataclass(frozen=True)
@@ -208,8 +207,13 @@ class History:
 
     @cached_property
     def last_step(self) -> int:
-        """The newest committed step."""
-        return self.kept[-1].step if self.kept else 0
+        """The newest committed step, be it written or not."""
+        unwritten = self.unwritten.newest("step", self.worlds[-1].generation) if self.worlds else None
+        return max(unwritten or 0, self.kept[-1].step if self.kept else 0)
+
+    @cached_property
+    def unwritten(self) -> Unwritten:
+        return Unwritten(self.of("unwritten"))
 
     @cached_property
     def begins_after(self) -> int:
@@ -341,7 +345,7 @@ def read_history(run_dir: Path) -> History:
             lines = (line for line in _read(path, torn) if {"time", "event"} <= line.keys())
             lives += lives_of(member_of(path), lines, clocks)
         ledger = [
-            _packed(line, member)
+            packed(line, member)
             for path in sorted((run_dir / "ledger").glob("*.jsonl"))
             for member in [member_of(path)]
             for line in _read(path, torn)
@@ -388,11 +392,3 @@ def _read(path: Path, torn: list[str]) -> Iterator[Line]:
     numbers: list[int] = []
     yield from read_with_torn(path, numbers)
     torn += [f"{path.parent.name}/{path.name}: line {number} is torn" for number in numbers]
-
-
-def _packed(line: Line, member: str) -> LedgerLine:
-    """Its indices in a ninth of the memory; where one is no index, as they stand."""
-    indices: Sequence[int] = line["indices"]
-    with contextlib.suppress(TypeError, OverflowError):
-        indices = array("i", indices)
-    return LedgerLine(line["step"], line["generation"], line["epoch"], line["rank"], indices, member)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
 from elastic_train.tools.audit.history import History, PastWorld
 from elastic_train.tools.audit.lives import Clock, LedgerLine
+from elastic_train.tools.audit.unwritten import NOT_WRITTEN
 from elastic_train.wording import count
 
 DRILL_TOLERANCE = 0.1
@@ -54,24 +55,25 @@ def check_ledger(history: History) -> Found:
     for line in history.ledger:
         by_step[line.step].append(line)
     per_epoch = -(-length // batch)
-    findings = [line for line in history.torn if line.startswith("ledger/")]
+    findings = history.unwritten.unexplained([line for line in history.torn if line.startswith("ledger/")])
     used, num_epochs, of_epochs = _EpochUse(-1, 0), 0, list[str]()
     unasked = {step.step for step in history.kept if step.generation in history.without_ledger}
     away = _steps_elsewhere(history, lambda world: world.members)
-    skipped = unasked | away
+    skipped, unwritten = unasked | away, set[int]()
 
     def is_whole(epoch: int) -> bool:
         steps = range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)
-        return history.begins_after < steps[0] and steps[-1] <= history.last_step and skipped.isdisjoint(steps)
+        missing = skipped | unwritten
+        return history.begins_after < steps[0] and steps[-1] <= history.last_step and missing.isdisjoint(steps)
 
     for step in range(history.begins_after + 1, history.last_step + 1):
         if step in skipped:
             continue
-        if step not in by_step:
-            findings.append(f"step {step} was committed and has no line")
+        generation, lines, has_lost = _lines_that_count(history, step, by_step.get(step, ()))
+        unwritten |= {step} if has_lost else set()
+        if not lines:
+            findings += [f"step {step} was committed and has no line"] if not has_lost else []
             continue
-        generation = max(line.generation for line in by_step[step])
-        lines = [line for line in by_step[step] if line.generation == generation]
         epoch, within = divmod(step - 1, per_epoch)
         ranks = Counter(line.rank for line in lines)
         findings += [
@@ -80,7 +82,7 @@ def check_ledger(history: History) -> Found:
         if {line.epoch for line in lines} != {epoch}:
             findings.append(f"step {step} belongs to epoch {epoch}, its lines say {lines[0].epoch}")
         num_samples, expected = sum(len(line.indices) for line in lines), min(batch, length - within * batch)
-        if num_samples != expected:
+        if num_samples > expected or (num_samples < expected and not has_lost):
             findings.append(f"step {step}, generation {generation}: {num_samples} samples where {expected} belong")
         if used.epoch != epoch:
             of_epochs += used.findings(is_whole=is_whole(used.epoch))
@@ -89,8 +91,25 @@ def check_ledger(history: History) -> Found:
     findings += [*of_epochs, *used.findings(is_whole=is_whole(used.epoch))]
     without = f"; {count(len(unasked), 'step')} more without --ledger" if unasked else ""
     without += f"; {count(len(away - unasked), 'step')} more {ELSEWHERE}" if away - unasked else ""
-    checked = count(history.last_step - history.begins_after - len(skipped), "step")
+    without += f"; {count(len(unwritten), 'step')} more {NOT_WRITTEN}" if unwritten else ""
+    checked = count(history.last_step - history.begins_after - len(skipped) - len(unwritten), "step")
     return f"{checked}, {count(num_epochs, 'epoch')} of {count(length, 'sample')}{without}{history.of_before}", findings
+
+
+def _lines_that_count(
+    history: History, step: int, lines: Sequence[LedgerLine]
+) -> tuple[int, Sequence[LedgerLine], bool]:
+    """(the largest generation of a step, the lines of that one, whether all members that have none say that they could
+    not write it)."""
+    newest = max((line.generation for line in lines), default=0)
+    lost = history.unwritten.writers("samples", step, newest)
+    generation = max([newest, *lost])
+    lines = [line for line in lines if line.generation == generation]
+    if generation not in lost:
+        return generation, lines, False
+    told = lost[generation].union(line.writer for line in lines)
+    members = {member for world in history.worlds if world.generation == generation for member in world.members}
+    return generation, lines, bool(members) and members <= told
 
 
 class _EpochUse:
@@ -142,19 +161,20 @@ def check_steps(history: History) -> Found:
     """Committed steps never decrease, and none is missing; only a restart from the newest snapshot may repeat some."""
     if not history.steps:
         raise Skip("no step was committed")
-    findings = [line for line in history.torn if line.startswith("events/")]
+    findings = history.unwritten.unexplained([line for line in history.torn if line.startswith("events/")])
     worlds = {world.generation: world for world in history.worlds}
     by_generation = {generation: [step.step for step in steps] for generation, steps in history.steps_of.items()}
     for generation, numbers in sorted(by_generation.items()):
         repeated = sorted(number for number, n in Counter(numbers).items() if n > 1)
         if repeated:
             findings.append(f"generation {generation} committed step {repeated[0]} more than once")
-        if generation not in worlds:
+        if generation not in worlds and history.unwritten.newest("world", generation) is None:
             findings.append(f"generation {generation} committed steps, but no member says that it stood")
     present = {step.step for step in history.steps}
-    first, newest = history.begins_after + 1, max(present)  # those that a restart undid, too
+    first, newest = history.begins_after + 1, max(history.last_step, *present)  # those that a restart undid, too
     away = _steps_elsewhere(history, lambda world: world.members[:1]) - present  # rank 0 writes them
-    gaps = [step for step in range(first, newest + 1) if step not in present and step not in away]
+    absent = [step for step in range(first, newest + 1) if step not in present and step not in away]
+    gaps = [step for step in absent if not history.unwritten.writers("step", step, _newest_with(history, step))]
     if gaps:
         findings.append(f"step {gaps[0]} was never committed, but step {newest} was ({len(gaps)} missing)")
     lines = history.of("snapshot")
@@ -182,7 +202,14 @@ def check_steps(history: History) -> Found:
         findings.append(f"result.json is of step {result.get('step')}, the events reach {history.last_step}")
     generations = count(len(history.worlds), "generation")
     told = f"; {len(away)} of them {ELSEWHERE}" if away else ""
+    told += f"; {len(absent) - len(gaps)} of them {NOT_WRITTEN}" if len(absent) > len(gaps) else ""
     return f"steps {first} to {history.last_step} in {generations}{told}{history.of_before}", findings
+
+
+def _newest_with(history: History, step: int) -> int:
+    """The newest generation that may have committed a step; 0 for one that was undone."""
+    began = (world.generation for world in history.worlds if world.step < step <= history.last_step)
+    return max(began, default=0)
 
 
 def _may_have_restarted(history: History, world: PastWorld, before: PastWorld | None) -> bool:
