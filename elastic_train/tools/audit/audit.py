@@ -7,7 +7,7 @@ nothing is passed off as true.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,11 +17,13 @@ from elastic_train.tools.audit.end_checks import check_end, check_phases, check_
 from elastic_train.tools.audit.fault_checks import check_faults, check_incidents
 from elastic_train.tools.audit.finding import Found, Skip
 from elastic_train.tools.audit.history import History, mixed_branches, read_history
+from elastic_train.tools.audit.lives import host_of
 from elastic_train.tools.audit.loss_checks import check_losses
 from elastic_train.tools.audit.lost_time import lost_time, span_of
 from elastic_train.tools.audit.progress_checks import check_generations, check_ledger, check_steps
 from elastic_train.tools.audit.remains_checks import check_leftovers, check_snapshots
 from elastic_train.tools.audit.trace_bill import bill_of_run
+from elastic_train.tools.audit.unwritten import NOT_WRITTEN
 from elastic_train.wording import count
 
 SHOWN_FINDINGS = 5
@@ -70,12 +72,19 @@ class Audit:
     elsewhere: tuple[str, ...] = ()
     """workers of the run of whom there is no file: they may have written into another directory; of a drill's check_end
     says it"""
+    unseen: tuple[str, ...] = ()
+    """what was not there to be checked, and how much of it"""
 
     @property
     def passed(self) -> bool:
         """Whether nothing failed and something was checked."""
         verdicts = {check.verdict for check in self.checks}
         return CheckOutcome.FAIL not in verdicts and CheckOutcome.PASS in verdicts
+
+    @property
+    def verdict(self) -> str:
+        """PASS or FAIL, and what it does not tell of."""
+        return ", ".join(["PASS" if self.passed else "FAIL", *self.unseen])
 
     @property
     def reasons(self) -> list[str]:
@@ -111,7 +120,18 @@ def audit_history(history: History) -> Audit:
         promise = "one line of training"
         return Audit((Check("branches", promise, CheckOutcome.FAIL, "nothing else was looked at", (mixed,)),))
     checks = tuple(_run(name, promise, check, history) for name, promise, check in CHECKS)
-    return Audit(checks, is_live(history), history.elsewhere if history.drill is None else ())
+    elsewhere = history.elsewhere if history.drill is None else ()
+    return Audit(checks, is_live(history), elsewhere, tuple(_unseen(history, elsewhere)))
+
+
+def _unseen(history: History, elsewhere: Sequence[str]) -> Iterator[str]:
+    if elsewhere:
+        nodes = {host_of(member) for world in history.worlds for member in world.members}
+        yield f"{len(set(map(host_of, elsewhere)))} of {len(nodes)} nodes' files not here"
+    if history.begins_after:
+        yield f"the first {count(history.begins_after, 'step')} not here"
+    if num_lines := history.unwritten.num_lines:
+        yield f"{count(num_lines, 'line')} {NOT_WRITTEN}"
 
 
 def _run(name: str, promise: str, check: Callable[[History], Found], history: History) -> Check:
@@ -145,12 +165,12 @@ def describe(found: Audit, history: History) -> list[str]:
 
 
 def conclude(found: Audit) -> list[str]:
-    """What comes below them: PASS, or FAIL with the reasons."""
+    """What comes below them: PASS, or FAIL with the reasons, and how much could not be checked."""
     lines = []
     num_skipped = sum(check.verdict is CheckOutcome.SKIPPED for check in found.checks)
     if num_skipped:
         lines.append(f"{num_skipped} of {len(found.checks)} checks were skipped: there was nothing to look at")
     lines += found.notes
     if found.passed:
-        return [*lines, "PASS"]
-    return [*lines, "FAIL", *(f"  {reason}" for reason in found.reasons or ["nothing could be checked"])]
+        return [*lines, found.verdict]
+    return [*lines, found.verdict, *(f"  {reason}" for reason in found.reasons or ["nothing could be checked"])]

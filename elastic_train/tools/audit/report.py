@@ -124,7 +124,7 @@ def page(history: History, found: Audit) -> str:
     return TEMPLATE.render(
         history=history,
         found=found,
-        verdict="PASS" if found.passed else "FAIL",
+        verdict=found.verdict,
         figures=(
             ("goodput", "goodput", f"{lost.ratio:.3f}" if lost.wall else ""),
             ("step", "committed steps", str(history.last_step)),

@@ -24,6 +24,11 @@ class Unwritten:
             for event, ranges in dict_of(line, "lines").items():
                 self._ranges[event] += [(int(number), int(first), int(last), writer) for number, first, last in ranges]
 
+    @property
+    def num_lines(self) -> int:
+        """How many at least: of those that do not belong to steps of their own one for each step."""
+        return sum(last + 1 - first for ranges in self._ranges.values() for _, first, last, _ in ranges)
+
     def writers(self, event: str, step: int, generation: int = 0) -> dict[int, set[str]]:
         """Generation, from `generation` on -> who could not write its line of a step."""
         found = defaultdict[int, set[str]](set)
