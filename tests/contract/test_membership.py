@@ -629,10 +629,16 @@ def test_a_member_may_hear_of_the_plan_a_moment_after_the_vote(form: Form) -> No
 
     put("plan", replace(plan, parent="the one before").to_json())
     put(f"shared/{planned(plan, worlds[1].me).key}", "0")
-    part = Preparation(jobs[1], Groups(1).form, time.monotonic, time.sleep)
+    has_looked = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        has_looked.set()
+        time.sleep(seconds)
+
+    part = Preparation(jobs[1], Groups(1).form, time.monotonic, sleep)
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(part.run, lambda: part.follow(worlds[1], None))
-        time.sleep(0.2)
+        assert has_looked.wait(PATIENCE)
         put("plan", plan.to_json())
         running.result()
     assert part.failure is None

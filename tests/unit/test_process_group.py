@@ -130,8 +130,7 @@ def test_what_is_broken_off_later_is_kept_as_long(monkeypatch: pytest.MonkeyPatc
         kept_since = time.monotonic()
         if len(ends) == 2:
             time.sleep(0.4)
-    while sockets._kept:
-        time.sleep(0.01)
+    wait_until(lambda: not sockets._kept, "end of what is kept", 30)
     assert time.monotonic() - kept_since > 0.55
     for end in ends:
         end.close()
