@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from elastic_train.config import Config, check_number, parse, value_of
+from elastic_train.config import check_number, parse, value_of
 from elastic_train.errors import UsageError
 from elastic_train.tools.drills.backends import C10d, Etcd3
 from elastic_train.tools.drills.catalogue import FAULTS
@@ -86,7 +86,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         if word.partition("=")[0] in OWNED_FLAGS:
             raise UsageError(f"{word}: the drill sets that itself")
     # A script knows its flags itself.
-    config = parse(flags, own_flags(flags)) if program.is_bundled else Config(peer_timeout=peer_timeout_of(flags))
+    known = flags if program.is_bundled else [f"--peer-timeout={value_of(flags, '--peer-timeout')}"]
+    config = parse(known, own_flags(known))
     run_dir = arguments.run_dir or Path("runs") / f"drill-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise UsageError(f"--run-dir {run_dir} is there already; a drill starts with an empty one")
@@ -205,12 +206,3 @@ def default_flags(program: DrilledProgram, last_step: int | None, job: DrillJob)
         return common  # which steps it computes itself, no flag can order
     bundled = ["--task", BUNDLED_TASK, "--epochs", "1000000", "--max-steps", str(last_step)] if last_step else []
     return [*bundled, "--reduction", "ordered", "--eval-every", "1000000", *common, *job.flags]
-
-
-def peer_timeout_of(flags: Sequence[str]) -> float:
-    """What a script is told. Raises UsageError."""
-    text = value_of(flags, "--peer-timeout")
-    try:
-        return float(text or "")
-    except ValueError:
-        raise UsageError(f"--peer-timeout {text}: must be a positive number") from None
