@@ -228,7 +228,7 @@ def test_a_long_ledger_takes_few_hundred_bytes_for_a_line(tmp_path: Path) -> Non
 
 
 def test_a_long_run_takes_some_hundred_bytes_for_a_step(tmp_path: Path) -> None:
-    steps, member = 100_000, "a/0/11"
+    steps, member = 20_000, "a/0/11"
     place: Line = {"generation": 0, "rank": 0, "world_size": 1, "nodes": 1, "pid": 11, "host": "a"}
     lines = [
         place | {"event": "start", "step": 0, "config": {"global_batch_size": 4}, "task": {"train_length": 8}},

@@ -17,7 +17,6 @@ from elastic_train.config import SHARED, Config, TaskFlags, as_json, flag, parse
 from elastic_train.errors import UsageError
 from elastic_train.training.datasets import DATASETS
 from elastic_train.wording import nearest_multiples
-from tests.processes import cpu_seconds, cpu_seconds_of_torch
 
 BAD = [
     ("--epochs 0", "--epochs 0: must be at least 1"),
@@ -240,11 +239,6 @@ def test_another_rank_says_which_it_is() -> None:
         env=os.environ | {"RANK": "3"},
     )
     assert done.stderr.startswith("elastic_train: error (rank 3): ")
-
-
-def test_help_comes_before_torch_would_be_imported() -> None:
-    seconds = min(cpu_seconds([sys.executable, "-m", "elastic_train", "--help"]) for _ in range(3))
-    assert seconds < cpu_seconds_of_torch() / 2
 
 
 @dataclasses.dataclass
