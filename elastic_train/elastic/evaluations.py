@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.worker import Worker
 from elastic_train.rules import Activity
 from elastic_train.runlog.goodput import Phase
 from elastic_train.training.collectives import gather_json
-from elastic_train.training.evaluation import evaluate, find_no_sum, share_buffers
+from elastic_train.training.evaluation import evaluate, find_no_sum
+from elastic_train.training.reduction import share_buffers
 from elastic_train.world import World
 
 
@@ -72,7 +74,8 @@ class Evaluations:
         model = state.averaged.model if state.averaged else state.model
         with state.clock.during(Phase.EVALUATE):
             watcher.do(Activity.REDUCE)
-            share_buffers(model, world, self._membership.sockets)
+            if world.world_size > 1:
+                share_buffers(model, partial(self._membership.sockets.require_unbroken, worker.device))
             warn = worker.reporter.warn
             with state.lock.released():
                 if world.rank == 0 and not self._is_tried:

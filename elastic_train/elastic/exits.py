@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import nn
@@ -36,7 +37,7 @@ from elastic_train.rules import Activity, Failure
 from elastic_train.runlog.goodput import Phase
 from elastic_train.stopping import StopSignal
 from elastic_train.training.collectives import GROUP_TIMEOUT, barrier
-from elastic_train.training.evaluation import share_buffers
+from elastic_train.training.reduction import share_buffers
 from elastic_train.training.state import TrainState
 from elastic_train.wording import main_metrics
 from elastic_train.world import World
@@ -65,7 +66,7 @@ class Exits:
         state.clock.enter(Phase.FORM)
         set_group_timeout(GROUP_TIMEOUT)
         self._trainer.evaluate_if_missed(world)
-        _take_buffers_of_rank_0(self._worker, world, self._membership)
+        _take_buffers_of_rank_0(worker, world, self._membership)
         if not is_saved and self._saver.is_last_writer(world):
             self._saver.save_and_wait(state)
         worker.reach("finish", world)
@@ -318,13 +319,13 @@ def told(reporter: Reporter) -> Iterator[None]:
 def _take_buffers_of_rank_0(worker: Worker, world: World, membership: Membership) -> None:
     """All of a world end at this step, and each run directory's leader saves its own state: it is to be that of rank 0,
     also where nothing was evaluated, or averaged weights were. Every rank calls it. Raises: as `share_buffers`."""
-    if worker.config.reduction == "ordered":  # they are the same on all ranks
+    if world.world_size == 1 or worker.config.reduction == "ordered":  # they are the same on all ranks
         return
-    state = worker.state
+    state, check = worker.state, partial(membership.sockets.require_unbroken, worker.device)
     averaged = [state.averaged.model] if state.averaged else []
     extras = [extra for extra in state.extras.values() if isinstance(extra, nn.Module)]
     for module in (state.model, *averaged, *extras):
-        share_buffers(module, world, membership.sockets, saved_alone=True)
+        share_buffers(module, check, saved_alone=True)
 
 
 def _what_trains_on(state: TrainState, max_steps: int | None) -> str:

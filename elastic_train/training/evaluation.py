@@ -14,10 +14,9 @@ from torch import nn
 from elastic_train.config import Config
 from elastic_train.errors import UsageError
 from elastic_train.rules import Activity
-from elastic_train.training.collectives import all_reduce, broadcast, gather_json
+from elastic_train.training.collectives import all_reduce, gather_json
 from elastic_train.training.determinism import refused_as_what_it_is
 from elastic_train.training.epoch_dataset import EpochDataset
-from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.loader_processes import open_loader, read_apart
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import modes_kept
@@ -53,31 +52,6 @@ class BlockSampler:
 
     def __len__(self) -> int:
         return len(self.blocks)
-
-
-@torch.no_grad()
-def share_buffers(model: nn.Module, world: World, sockets: GroupSockets, *, saved_alone: bool = False) -> None:
-    """Make rank 0's dense buffers everybody's, all or none; every rank calls it.
-
-    In fast mode BatchNorm's running statistics differ between ranks; those of rank 0 are what a snapshot holds.
-
-    Args:
-        saved_alone: leave out those of no state dict, such as a cache, which may have another size on each rank.
-
-    Raises:
-        FormationFailed: the process group was broken off. RuntimeError: from the communication library.
-    """
-    if world.world_size == 1:
-        return
-    layers = model.modules() if saved_alone else ()
-    left_out = {id(layer._buffers.get(name)) for layer in layers for name in layer._non_persistent_buffers_set}
-    buffers = [one for one in model.buffers() if one.layout is torch.strided and id(one) not in left_out]
-    received = [buffer.clone(memory_format=torch.contiguous_format) for buffer in buffers]
-    for buffer in received:
-        broadcast(buffer.view(-1).view(torch.uint8), 0)  # as bytes: gloo knows only some types of numbers
-    sockets.require_unbroken(next((buffer.device for buffer in received if buffer.is_cuda), None))
-    for buffer, of_rank_0 in zip(buffers, received, strict=True):
-        buffer.copy_(of_rank_0)
 
 
 @torch.no_grad()

@@ -89,7 +89,7 @@ class FastReduction:
     options of DDP that make it look into the graph, where that parameter is not, they have a message of their own.
 
     BatchNorm's running statistics are each rank's own: in train mode nothing reads them, and a caller that needs them
-    takes rank 0's (`evaluation.share_buffers`, a snapshot). A model with other buffers gets those of rank 0 before each
+    takes rank 0's (`share_buffers`, a snapshot). A model with other buffers gets those of rank 0 before each
     step, as with DDP, in a message for each type of numbers. An empty micro-batch leaves no trace in any of them.
 
     Built alike on every rank of a world, whose models must be equal; nothing is broadcast here. Parameters may be
@@ -241,18 +241,29 @@ class FastReduction:
 
 
 @torch.no_grad()
-def share_buffers(model: nn.Module) -> None:
-    """Give the dense buffers of rank 0 to every rank, in a message for each type of numbers; sparse ones stay as they
-    were made. Raises as `collectives.wait`.
+def share_buffers(model: nn.Module, check: Callable[[], None] = lambda: None, *, saved_alone: bool = False) -> None:
+    """Give the dense buffers of rank 0 to every rank, all or none, in a message for each type of numbers; sparse ones
+    stay as they were made.
 
     As DDP does before a forward pass, whose own wait may not end when a peer is lost.
+
+    Args:
+        check: raises where what has come is not to be used.
+        saved_alone: leave out those of no state dict, such as a cache, which may have another size on each rank.
+
+    Raises: as `collectives.wait`, and as `check`.
     """
-    flats = [(buffers, torch.cat([one.reshape(-1) for one in buffers])) for buffers in _by_type(model.buffers())]
+    layers = model.modules() if saved_alone else ()
+    left_out = {id(layer._buffers.get(name)) for layer in layers for name in layer._non_persistent_buffers_set}
+    by_type = _by_type(one for one in model.buffers() if id(one) not in left_out)
+    flats = [(buffers, torch.cat([one.reshape(-1) for one in buffers])) for buffers in by_type]
     # As bytes: gloo knows only some types of numbers.
     works = [dist.broadcast(flat.view(torch.uint8), 0, async_op=True) for _, flat in flats]
-    for (buffers, flat), work in zip(flats, works, strict=True):
+    for (_, flat), work in zip(flats, works, strict=True):
         wait(work, flat)
-        if dist.get_rank() > 0:
+    check()
+    if dist.get_rank() > 0:
+        for buffers, flat in flats:
             for buffer, part in zip(buffers, torch.split(flat, [one.numel() for one in buffers]), strict=True):
                 buffer.data.copy_(part.view(buffer.shape))  # a graph may have saved it, and not need what it was
 

@@ -26,12 +26,10 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic_train.elastic.own_parallel import OwnParallel, require_summed
 from elastic_train.elastic.session_steps import SessionSteps, StepInHand
-from elastic_train.errors import StatesDiffer, UsageError
+from elastic_train.errors import FormationFailed, StatesDiffer, UsageError
 from elastic_train.tools.bench.reduction_speed import local_world
-from elastic_train.training import evaluation
-from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.kept import leave_no_trace
-from elastic_train.training.reduction import FastReduction, Share, StepTotals, zero_gradients
+from elastic_train.training.reduction import FastReduction, Share, StepTotals, share_buffers, zero_gradients
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
 from elastic_train.training.state_hash import StateComparison
@@ -275,14 +273,20 @@ class OddTypes(nn.Module):
 
 
 def run_odd_types(rank: int) -> list[dict[str, Tensor]]:
-    """The buffers after a step, and after an evaluation's exchange."""
+    """The buffers after a step, after an evaluation's exchange, and after one that does not count."""
     world, model = local_world(rank, WORLD_SIZE), OddTypes(rank)
     reduction = FastReduction(model, world, CPU, num_votes=2)
     share = make_share(TOGETHER["even"], 1, rank)
     reduction.run(share, lambda module, _, batch: module(batch[0]).mean(), lambda loss: loss, VOTES[rank])
-    evaluated = OddTypes(rank)
-    evaluation.share_buffers(evaluated, world, GroupSockets())
-    return [dict(one.named_buffers()) for one in (model, evaluated)]
+    evaluated, broken_off = OddTypes(rank), OddTypes(rank)
+    share_buffers(evaluated)
+
+    def check() -> None:
+        raise FormationFailed("broken off")
+
+    with pytest.raises(FormationFailed):
+        share_buffers(broken_off, check)
+    return [dict(one.named_buffers()) for one in (model, evaluated, broken_off)]
 
 
 def run_with_statistics(rank: int, *others: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -572,13 +576,13 @@ def test_statistics_alone_are_each_rank_s_own_and_those_of_rank_0_the_same(worke
 
 
 def test_buffers_of_any_type_are_those_of_rank_0(worked: Path) -> None:
-    expected = dict(OddTypes(0).named_buffers())
+    own = [dict(OddTypes(rank).named_buffers()) for rank in range(WORLD_SIZE)]
     for rank in range(WORLD_SIZE):
-        for found in torch.load(worked / f"odd-types-{rank}"):
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        for found, of in zip(torch.load(worked / f"odd-types-{rank}"), (0, 0, rank), strict=True):
+            torch.testing.assert_close(found, own[of], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("saved_alone", "expected"), [(False, [3, 2]), (True, [2])])
+@pytest.mark.parametrize(("saved_alone", "expected"), [(False, [5]), (True, [2])])
 def test_what_is_in_no_snapshot_is_shared_where_it_is_evaluated(
     monkeypatch: pytest.MonkeyPatch, *, saved_alone: bool, expected: list[int]
 ) -> None:
@@ -587,8 +591,10 @@ def test_what_is_in_no_snapshot_is_shared_where_it_is_evaluated(
     model.register_buffer("cache", torch.zeros(3, dtype=torch.uint8), persistent=False)
     model.register_buffer("mean", torch.zeros(2, dtype=torch.uint8))
     sent: list[int] = []
-    monkeypatch.setattr(evaluation, "broadcast", lambda buffer, _source: sent.append(buffer.numel()))
-    evaluation.share_buffers(model, local_world(0, 2), GroupSockets(), saved_alone=saved_alone)
+    monkeypatch.setattr(dist, "broadcast", lambda flat, *_arguments, **_options: sent.append(flat.numel()))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr("elastic_train.training.reduction.wait", lambda *_arguments: None)
+    share_buffers(model, saved_alone=saved_alone)
     assert sent == expected
 
 
@@ -658,11 +664,9 @@ def test_a_pause_in_a_step_on_a_gpu_is_no_collective_that_does_not_end(
 
         def register_comm_hook(self, *_hook: Any) -> None: ...
 
-    def share_buffers(_model: nn.Module) -> None: ...
-
     module = "elastic_train.training.reduction"
     monkeypatch.setattr(f"{module}.DistributedDataParallel", Ddp)
-    monkeypatch.setattr(f"{module}.share_buffers", share_buffers)
+    monkeypatch.setattr(f"{module}.share_buffers", lambda _model: None)
     monkeypatch.setattr(f"{module}.numbers", lambda totals: totals.tolist())
     monkeypatch.setattr(FastReduction, "_require_begun", lambda _self, _step: None)
     zeros = torch.zeros

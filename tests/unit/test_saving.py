@@ -474,7 +474,6 @@ def test_a_share_that_cannot_be_sent_ends_no_node(start: Start, monkeypatch: pyt
 def test_a_task_without_an_accuracy_has_no_best_and_is_told_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     training = start(keep_best=1, eval_every=1)
     membership: Any = SimpleNamespace(watcher=SimpleNamespace(do=lambda _activity: None), sockets=None)
-    monkeypatch.setattr(evaluations, "share_buffers", lambda *_arguments: None)
     monkeypatch.setattr(evaluations, "evaluate", lambda *_arguments, **_options: {"loss": 1.0})
     each = Evaluations(training.worker, membership)
     each.if_due(training.world)
