@@ -50,8 +50,6 @@ class Training:
         whole: WholeSteps,
         end: WorldEnd,
         *,
-        votes: Callable[[], Votes],
-        stand_in: Callable[[], Any],
         evaluations: Evaluations,
         check_states: Callable[[], None],
     ) -> None:
@@ -66,7 +64,7 @@ class Training:
         self._parallel = parallel
         self._whole = whole
         self._end = end
-        self._votes, self._stand_in, self._evaluations, self.check_states = votes, stand_in, evaluations, check_states
+        self._evaluations, self.check_states = evaluations, check_states
         self._saved_step = self.state.step
 
     @property
@@ -130,7 +128,7 @@ class Training:
         self.state.micro_batch_size = self.state.global_batch_size  # shares are not cut where the step is the user's
         for micro_batch, batch in map(whole_share, self.shares()):
             self._steps.leave_to_function(micro_batch)
-            yield self._stand_in() if batch is None else batch
+            yield self._whole.stand_in() if batch is None else batch
 
     def shares(self) -> Iterator[Share]:
         """This rank's part of each step, for `step`; else as `batches`."""
@@ -160,7 +158,7 @@ class Training:
         self._parallel.require_none()
         self._sums.settle()
         self._sums.require_finite()
-        step.result = self._whole.step(share, loss, self._votes())
+        step.result = self._whole.step(share, loss)
         step.is_applied = True
         return step.result.loss
 
@@ -214,7 +212,7 @@ class Training:
         own_loss = self.state.last_loss if step.is_stand_in or unread else float(loss)  # a stand-in's may be NaN
         own_part = 0.0 if step.is_stand_in or own_loss is None else own_loss * step.weight  # inf * 0 is NaN
         has = {"has_stepped": has_stepped, "has_reduced": step.has_reduced}
-        totals = sums.begin(step.first, own_part, own_loss, **has, unread=unread)
+        totals = sums.begin(step.first, own_part, own_loss, self._steps.seconds_since_commit, **has, unread=unread)
         totals.found_inf = step.found_inf
         if totals.may_be_late:
             self._steps.commit(own_loss, totals)

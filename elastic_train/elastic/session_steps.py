@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from elastic_train.elastic.step_sums import LateTotals, StepSums
 from elastic_train.elastic.worker import Worker
-from elastic_train.elastic.world_end import StepObserver
 from elastic_train.errors import UsageError
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
@@ -20,6 +21,7 @@ from elastic_train.training.kept import leave_no_trace
 from elastic_train.training.reduction import Share, StepTotals
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.step import seed_model_draws
+from elastic_train.world import World
 
 
 @dataclass
@@ -64,13 +66,18 @@ class StepInHand:
                 put_back()
 
 
+class StepClock(Protocol):
+    """What keeps the time of the step in hand, beyond its world."""
+
+    step_started: float
+
+
 class SessionSteps:
-    """Begins and commits the steps of one world.
+    """Begins and commits the steps of one world, and tells of them.
 
     Args:
         shares: this rank's part of each step.
         is_own_code: whether what is done between two steps is the user's own.
-        is_alone: whether no other rank trains.
         require_unbroken: raises FormationFailed where the process group was broken off; waits for the device.
         reading: surrounds what reads a batch (`GroupSockets.reading`).
         note_unstepped: called where a step is committed in which the optimizer has not stepped.
@@ -81,11 +88,11 @@ class SessionSteps:
         shares: Iterable[Share],
         worker: Worker,
         watcher: Watcher,
-        observer: StepObserver,
+        world: World,
         sums: StepSums,
+        clock: StepClock,
         *,
         is_own_code: bool,
-        is_alone: bool,
         require_unbroken: Callable[[], None],
         reading: Callable[[], AbstractContextManager[None]],
         note_unstepped: Callable[[], None],
@@ -93,13 +100,20 @@ class SessionSteps:
         self._shares = iter(shares)
         self._worker = worker
         self._watcher = watcher
-        self._observer = observer
+        self._world = world
         self._sums = sums
-        self._is_own_code, self._is_alone = is_own_code, is_alone
+        self._clock = clock
+        self._committed_at = time.monotonic()
+        self._is_own_code = is_own_code
         self._require_unbroken, self._reading, self._note_unstepped = require_unbroken, reading, note_unstepped
         self.in_hand: StepInHand | None = None
         self._is_after_epoch = False
         """an epoch's last step is committed, and the function has not asked for what comes next"""
+
+    @property
+    def seconds_since_commit(self) -> float:
+        """Since this rank's commit before the step in hand, or since its world began."""
+        return time.monotonic() - self._committed_at
 
     def required(self) -> StepInHand:
         """The step in hand. Raises: UsageError where there is none."""
@@ -141,12 +155,17 @@ class SessionSteps:
         return state.step
 
     def begin(self) -> Share:
-        """The next step is in hand; returns this rank's share of it."""
+        """The next step is in hand; returns this rank's share of it, of which nothing has been computed."""
         self._watcher.do(Activity.COMPUTE)
         with self._reading(), self._worker.state.lock.released():  # data may take their time
             share = next(self._shares)
-        self.in_hand = StepInHand(share[0][0], sum(len(micro_batch.indices) for micro_batch, _ in share))
-        self._observer.begin(share)
+        first, indices = share[0][0], [micro_batch.indices for micro_batch, _ in share]
+        self.in_hand = StepInHand(first, sum(map(len, indices)))
+        self._clock.step_started = time.monotonic()
+        self._worker.reach("step", self._world)
+        self._watcher.do(Activity.COMPUTE)
+        if (ledger := self._worker.reporter.ledger) is not None:
+            ledger.write(epoch=first.epoch, step=first.step, world=self._world, indices=indices)
         if self._is_own_code:
             self._worker.state.remember()
         return share
@@ -189,15 +208,19 @@ class SessionSteps:
     def commit(self, loss: float | None, late: LateTotals | None = None, *, is_told: bool = True) -> None:
         """The step in hand counts. `late` are its sums where they are not waited for; they give its loss then. It has
         an event unless others, of whom nobody knows, may do it again."""
-        step, state = self.required(), self._worker.state
+        step, state, reporter, watcher = self.required(), self._worker.state, self._worker.reporter, self._watcher
         self.in_hand = None
         step.end_passes()
         self._is_after_epoch = state.commit(loss)
-        self._worker.reporter.note_commit(state.step)
+        reporter.note_commit(state.step)
         self._sums.late = late
         if late is None and is_told:
-            self._observer.report_commit(state, loss, step.first)
-        self._observer.note_commit()
+            reporter.step(state, loss, epoch=step.first.epoch, samples=step.first.step_samples)
+        self._worker.reach("commit", self._world)
+        watcher.do(Activity.COMPUTE)
+        now = time.monotonic()
+        watcher.pace.note_step(now - self._clock.step_started, now - self._committed_at)
+        self._clock.step_started = self._committed_at = now
         self.turn_to_function()
         self.let_go_between()
 
@@ -215,10 +238,10 @@ class SessionSteps:
         return is_done
 
     def _commit_applied(self, error: str | None) -> bool:
-        state = self._worker.state
+        state, is_alone = self._worker.state, self._world.world_size == 1
         if self.in_hand is None or not self.in_hand.is_applied or state.kept.updates.are_kept:
             return False
-        has_all = self._is_alone or self.in_hand.has_reduced or self.in_hand.result is not None
+        has_all = is_alone or self.in_hand.has_reduced or self.in_hand.result is not None
         # Else the gradients were this rank's own; or it is why the error was raised that the weights are none.
         if error is not None and not (has_all and all(one.isfinite().all() for one in state.model.parameters())):
             return False
@@ -229,7 +252,7 @@ class SessionSteps:
                 f"loop does in between (a scheduler's step) may be missing once{then}"
             )
         # Its loss was not told; that of the step before stands in, if there was any.
-        self.commit(state.last_loss, is_told=error is None or self._is_alone)
+        self.commit(state.last_loss, is_told=error is None or is_alone)
         state.lock.hold()
         return True
 

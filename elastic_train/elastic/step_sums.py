@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_train.elastic.worker import Worker
-from elastic_train.elastic.world_end import StepObserver, WorldEnd
+from elastic_train.elastic.world_end import WorldEnd
 from elastic_train.errors import FormationFailed, TrainingDiverged
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
@@ -98,14 +98,12 @@ class StepSums:
         worker: Worker,
         watcher: Watcher,
         world: World,
-        observer: StepObserver,
         end: WorldEnd,
         votes: Callable[[], Votes],
     ) -> None:
-        self._state = worker.state
+        self._state, self._reporter = worker.state, worker.reporter
         self._watcher = watcher
         self._world = world
-        self._observer = observer
         self._end = end
         self._votes = votes
         self._every = interval_of(worker.config.snapshot_every).steps or EVERY
@@ -134,6 +132,7 @@ class StepSums:
         first: MicroBatch,
         own_part: float,
         known_loss: float | None,
+        seconds: float,
         *,
         has_stepped: bool,
         has_reduced: bool,
@@ -144,6 +143,7 @@ class StepSums:
         Args:
             own_part: this rank's part of the mean loss.
             known_loss: stands for the mean where a peer is lost; None where no step before has one.
+            seconds: since this rank's commit before.
             has_stepped: the optimizer has.
             has_reduced: the gradients were summed by DDP.
             unread: `own_part`, where the device does not have it yet.
@@ -151,8 +151,7 @@ class StepSums:
         may_be_late = self._may_be_late(has_reduced or unread is not None)
         self._end.enter_sums()
         votes = NO_VOTES if self._end.is_due else self._votes()
-        numbers = [own_part, *votes, self._observer.seconds_since_commit]
-        sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        sums = torch.tensor([own_part, *votes, seconds], dtype=torch.float64, device="cpu")
         totals = LateTotals(first, known_loss, has_stepped, may_be_late, sums, unread=unread)
         if self._end.lost is None and self._world.world_size > 1:
             try:
@@ -243,7 +242,7 @@ class StepSums:
             return
         loss = totals.mean_loss if is_known else totals.known_loss
         self._state.note_loss(loss)
-        self._observer.report_commit(self._state, loss, totals.first)
+        self._reporter.step(self._state, loss, epoch=totals.first.epoch, samples=totals.first.step_samples)
 
     def _divergence(self, totals: LateTotals, step: int) -> TrainingDiverged:
         return TrainingDiverged(

@@ -33,7 +33,7 @@ from elastic_train.elastic.whole_steps import (
     warm_up,
 )
 from elastic_train.elastic.worker import Worker
-from elastic_train.elastic.world_end import StepObserver, WorldEnd, WorldEnds, votes_of
+from elastic_train.elastic.world_end import WorldEnd, WorldEnds, votes_of
 from elastic_train.errors import StatesDiffer, TrainingDiverged
 from elastic_train.rules import Activity
 from elastic_train.training.kept import Arguments
@@ -197,18 +197,17 @@ class Trainer:
     def _make_training(self, world: World, shares: Iterable[Share], begin: Beginning) -> Training:
         """The parts of one world; this rank is in the training function from here on."""
         worker, membership = self._worker, self._membership
-        observer = StepObserver(self, worker, membership, world)
         end = WorldEnd(world, membership)
         self._passes.enter(world)
-        sums = StepSums(worker, membership.watcher, world, observer, end, self._votes)
+        sums = StepSums(worker, membership.watcher, world, end, self._votes)
         steps = SessionSteps(
             shares,
             worker,
             membership.watcher,
-            observer,
+            world,
             sums,
+            self,
             is_own_code=not self._is_bundled,
-            is_alone=world.world_size == 1,
             require_unbroken=self._require_unbroken,
             reading=membership.sockets.reading,
             note_unstepped=partial(self._hints.note_unstepped, world),
@@ -218,7 +217,9 @@ class Trainer:
             self._require_unbroken, self._passes.watch,
         )  # fmt: skip
         self._ddp_modules = parallel.made
-        whole = WholeSteps(worker, membership, world, begin, self.states, self._stand_in, self._passes)
+        whole = WholeSteps(
+            worker, membership, world, begin, self.states, self._stand_in, self._votes, self._passes
+        )  # fmt: skip
         if self._is_bundled:  # before its first batch
             whole.prepare()
         steps.turn_to_function()
@@ -232,8 +233,6 @@ class Trainer:
             parallel,
             whole,
             end,
-            votes=self._votes,
-            stand_in=self._stand_in,
             evaluations=self._evaluations,
             check_states=partial(self._check_states, world, whole, end),
         )

@@ -83,6 +83,7 @@ class WholeSteps:
         begin: is finished within the first ones.
         states: compares what the ranks have begun with.
         stand_in: makes a batch of one sample, for a rank that has none in a step; its weight is 0.
+        votes: this rank's, asked for once a step.
         passes: the worker's, of all its worlds.
     """
 
@@ -94,10 +95,11 @@ class WholeSteps:
         begin: Beginning,
         states: StateChecks,
         stand_in: Callable[[], Any],
+        votes: Callable[[], Votes],
         passes: PassChecks,
     ) -> None:
         self._worker, self._membership, self._world = worker, membership, world
-        self._begin, self._states, self._stand_in, self._passes = begin, states, stand_in, passes
+        self._begin, self._states, self.stand_in, self._votes, self._passes = begin, states, stand_in, votes, passes
         self._reduction: Reduction | None = None
         self._others: list[nn.Parameter] = []
         """that are trained and no part of the model: nobody would sum their gradients"""
@@ -121,16 +123,17 @@ class WholeSteps:
         """Whether it is still to be compared what the ranks have begun with."""
         return self._begin.comparison is not None
 
-    def step(self, share: Share, loss: BatchLoss, votes: Votes) -> StepTotals:
+    def step(self, share: Share, loss: BatchLoss) -> StepTotals:
         """One step, which is applied then and not committed. Blocks until every rank has taken part.
 
         Raises:
             TrainingDiverged, StatesDiffer: on every rank alike; the weights are those before the step.
             RuntimeError, FormationFailed: a peer is lost. UsageError: as `run`.
         """
+        votes = self._votes()
         self.prepare()
         if self._loss is None or self._loss[0] is not loss:
-            self._loss = loss, batch_loss(self._worker, self._stand_in, loss)
+            self._loss = loss, batch_loss(self._worker, self.stand_in, loss)
         return train_step(self._worker.state, share, self, self._loss[1], votes)
 
     def run(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.process_group import is_communication_error
@@ -18,10 +17,7 @@ from elastic_train.errors import (
     UsageError,
     kind_and_line,
 )
-from elastic_train.rules import NOW, Activity, Failure
-from elastic_train.training.reduction import Share
-from elastic_train.training.sampler import MicroBatch
-from elastic_train.training.state import TrainState
+from elastic_train.rules import NOW, Failure
 from elastic_train.training.step import Outcome, Votes
 from elastic_train.world import World
 
@@ -31,60 +27,11 @@ LOOK_SECONDS = 0.05
 """between two looks at who is ready to join"""
 
 
-class StepClock(Protocol):
-    """What keeps the time of the step in hand, beyond its world."""
-
-    step_started: float
-
-
 def votes_of(worker: Worker, membership: Membership) -> Votes:
     """What this rank contributes to the decisions of the step in hand."""
     membership.note_reduction()
     told_to_stop, leaving = worker.stop.votes()
     return Votes(told_to_stop, leaving, membership.joins.vote())
-
-
-class StepObserver:
-    """Tells of the steps of one world."""
-
-    def __init__(self, clock: StepClock, worker: Worker, membership: Membership, world: World) -> None:
-        self._clock, self._worker, self._world = clock, worker, world
-        self._watcher = membership.watcher
-        self._reporter = worker.reporter
-        self._committed_at = time.monotonic()
-
-    def begin(self, share: Share) -> None:
-        """This rank's share of a step is about to be trained; nothing of it has been computed."""
-        self._clock.step_started = time.monotonic()
-        self._worker.reach("step", self._world)
-        self._watcher.do(Activity.COMPUTE)
-        if self._reporter.ledger is not None:
-            first = share[0][0]
-            self._reporter.ledger.write(
-                epoch=first.epoch,
-                step=first.step,
-                world=self._world,
-                indices=[micro_batch.indices for micro_batch, _ in share],
-            )
-
-    def report_commit(self, state: TrainState, loss: float | None, first: MicroBatch) -> None:
-        """The newest step is committed, and this its mean loss; `first` is one of its micro-batches."""
-        self._reporter.step(state, loss, epoch=first.epoch, samples=first.step_samples)
-
-    def note_commit(self) -> None:
-        """A step is committed; its loss may not be known yet."""
-        self._worker.reach("commit", self._world)
-        watcher = self._watcher
-        watcher.do(Activity.COMPUTE)
-        now = time.monotonic()
-        watcher.pace.note_step(now - self._clock.step_started, now - self._committed_at)
-        self._committed_at = now
-        self._clock.step_started = now
-
-    @property
-    def seconds_since_commit(self) -> float:
-        """Since this rank's commit before the step in hand, or since its world began."""
-        return time.monotonic() - self._committed_at
 
 
 class WorldEnds(BaseException):

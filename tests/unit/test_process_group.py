@@ -1104,8 +1104,8 @@ def trainer_steps(trainer: Trainer) -> SessionSteps:
         nothing,
         nothing,
         nothing,
+        trainer,
         is_own_code=True,
-        is_alone=False,
         require_unbroken=trainer._require_unbroken,
         reading=trainer._membership.sockets.reading,
         note_unstepped=lambda: None,
@@ -1119,7 +1119,7 @@ def whole_steps(
     membership: Any = SimpleNamespace(sockets=sockets, watcher=SimpleNamespace(do=do))
     worker: Any = SimpleNamespace(config=parse([]), state=SimpleNamespace(optimizer=None))
     passes: Any = SimpleNamespace(note=lambda: None, look=lambda: None)
-    steps = WholeSteps(worker, membership, nothing, begin, StateChecks(worker, membership), nothing, passes)
+    steps = WholeSteps(worker, membership, nothing, begin, StateChecks(worker, membership), nothing, nothing, passes)
     steps._reduction = inner
     return steps
 

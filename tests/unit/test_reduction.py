@@ -527,7 +527,7 @@ def test_a_stand_in_of_an_own_loop_leaves_no_trace_in_buffers() -> None:
     model, nothing = Averaging(), anything(do=lambda *_: None, settle=lambda: None)
     step = StepInHand(EMPTY, num_samples=0)
     steps = SessionSteps(
-        (), nothing, nothing, nothing, nothing, is_own_code=True, is_alone=False, require_unbroken=lambda: None,
+        (), nothing, nothing, nothing, nothing, nothing, is_own_code=True, require_unbroken=lambda: None,
         reading=nullcontext, note_unstepped=lambda: None,
     )  # fmt: skip
     steps.turn_to_function = lambda: None  # type: ignore[method-assign]

@@ -48,11 +48,11 @@ def test_a_step_is_told_once_however_settling_and_giving_up_interleave(number: i
     state, told = make_state(), []
     state.commit(1.0)
     nothing: Any = SimpleNamespace(lost=None, follow=lambda _votes: None, do=lambda _activity: None)
-    observer: Any = SimpleNamespace(report_commit=lambda *_commit: told.append(state.step))
-    worker: Any = SimpleNamespace(state=state, config=Config())
-    sums = StepSums(worker, nothing, PAIR, observer, nothing, lambda: (0, 0, 0))
+    reporter = SimpleNamespace(step=lambda *_commit, **_of: told.append(state.step))
+    worker: Any = SimpleNamespace(state=state, config=Config(), reporter=reporter)
+    sums = StepSums(worker, nothing, PAIR, nothing, lambda: (0, 0, 0))
     work = SimpleNamespace(is_completed=lambda: True, wait=lambda *_limit: None)
-    first: Any = None
+    first: Any = SimpleNamespace(epoch=0, step_samples=1)
     sums.late = LateTotals(first, 1.0, True, True, torch.zeros(5, dtype=torch.float64), work)
     other = AtLine(number, sums.give_up)
     sys.settrace(other.trace)
@@ -82,21 +82,19 @@ def sums_of_one(told: list[float]) -> StepSums:
     end: Any = SimpleNamespace(
         lost=None, is_due=False, is_announced=False, enter_sums=lambda: None, follow=lambda _votes: None
     )
-    observer: Any = SimpleNamespace(
-        report_commit=lambda _state, loss, _first: told.append(loss), seconds_since_commit=0.1
-    )
-    worker: Any = SimpleNamespace(state=state, config=Config())
+    reporter = SimpleNamespace(step=lambda _state, loss, **_of: told.append(loss))
+    worker: Any = SimpleNamespace(state=state, config=Config(), reporter=reporter)
     watcher: Any = SimpleNamespace(do=lambda _activity: None)
-    return StepSums(worker, watcher, ALONE, observer, end, lambda: NO_VOTES)
+    return StepSums(worker, watcher, ALONE, end, lambda: NO_VOTES)
 
 
 def commit(sums: StepSums, loss: Loss) -> LateTotals:
     """The next step, as `Training.commit`."""
-    first: Any = None
+    first: Any = SimpleNamespace(epoch=0, step_samples=1)
     unread: Any = loss
     sums.settle()
     sums.require_finite()
-    totals = sums.begin(first, 0.0, 0.0, has_stepped=True, has_reduced=False, unread=unread)
+    totals = sums.begin(first, 0.0, 0.0, 0.1, has_stepped=True, has_reduced=False, unread=unread)
     if not totals.may_be_late:
         assert sums.wait_for(totals)
     sums._state.commit(totals.mean_loss)
@@ -150,12 +148,12 @@ def commit_stand_in(last_loss: float | None, lost: Exception | None) -> float | 
     sums = sums_of_one(told)
     state: Any = sums._state
     state.last_loss = last_loss
-    micro_batch: Any = SimpleNamespace(step_samples=1)
+    micro_batch: Any = SimpleNamespace(epoch=0, step_samples=1)
     in_hand = StepInHand(micro_batch, num_samples=0)
     sums._end.lost = lost
     steps: Any = SimpleNamespace(
         required=lambda: in_hand, begin_commit=lambda: True, turn_to_function=lambda: None,
-        commit=lambda loss, *_late: state.commit(loss),
+        commit=lambda loss, *_late: state.commit(loss), seconds_since_commit=0.1,
     )  # fmt: skip
     anything: Any = SimpleNamespace(
         state=state, device=None, config=Config(), require_made=lambda: None, owes_best=lambda _state: False,
@@ -163,7 +161,7 @@ def commit_stand_in(last_loss: float | None, lost: Exception | None) -> float | 
     )  # fmt: skip
     training = Training(
         anything, PAIR, anything, steps, sums, anything, anything, anything,
-        votes=lambda: NO_VOTES, stand_in=list, evaluations=anything, check_states=lambda: None,
+        evaluations=anything, check_states=lambda: None,
     )  # fmt: skip
     training.commit(math.nan)
     assert state.last_commits[-1]["loss"] == state.last_loss
