@@ -27,7 +27,6 @@ def bare_membership(job: Any, me: Member, watcher: Any = None, limits: Any = Non
         store_address=me.store,
         local_world_size=1,
         max_nodes=8,
-        max_world_size=None,
         log=lambda _text: None,
         **given,
     )

@@ -81,7 +81,7 @@ class Applicant:
     stop: StopSignal
     waits: Waits
     max_world_size: int | None
-    """as `Membership`'s"""
+    """as `PeerJob`'s"""
     run_dir: Path | None
     """that says where members of the job are; None where nothing is written"""
     log: Callable[[str], None]
@@ -132,7 +132,6 @@ def connect_worker(applicant: Applicant) -> Membership:
         store_address=own.server.address,
         local_world_size=launch.local_world_size,
         max_nodes=max_nodes_of(launch, os.environ),
-        max_world_size=applicant.max_world_size,
         check=applicant.stop.check,
         log=applicant.log,
         answering=lambda members: answering(members, waits.peer_timeout),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from elastic_train.elastic.barriers import Surroundings, no_answer, require_whole
 from elastic_train.elastic.formed_group import FormedGroup
@@ -153,7 +154,7 @@ class Joins:
 
     Args:
         uid: of this worker.
-        max_nodes, max_world_size, answering, form: as `Membership`'s.
+        max_nodes, answering, form: as `Membership`'s.
         is_superseded: whether this is rank 0 of a side that stops, and the others of its world are told.
     """
 
@@ -164,14 +165,12 @@ class Joins:
         *,
         uid: str,
         max_nodes: int,
-        max_world_size: int | None,
         answering: Callable[[tuple[Member, ...]], tuple[Member, ...]],
         form: Callable[[World], FormedGroup] | None,
         is_superseded: Callable[[], bool],
     ) -> None:
         self._job, self._around, self._uid = job, around, uid
-        self._max_nodes, self._max_world_size = max_nodes, max_world_size
-        self.news = QueueNews(job, around)
+        self._max_nodes, self.news = max_nodes, QueueNews(job, around)
         self._answering, self._form, self._is_superseded = answering, form, is_superseded
         self._world: World | None = None
         """the present one"""
@@ -239,8 +238,8 @@ class Joins:
         elif vote == 0:
             self.keep_preparation(None)
         elif vote == SOON and self._preparation is None:
-            preparation, most = self._begin_preparation(), self._max_world_size
-            self._around.start("ahead", lambda: preparation.run(lambda: preparation.follow(world, most)))
+            preparation = self._begin_preparation()
+            self._around.start("ahead", lambda: preparation.run(lambda: preparation.follow(world)))
 
     # --- the choice ---------------------------------------------------------------------------------------------------
 
@@ -309,7 +308,7 @@ class Joins:
         if self._has_said_now or self._admits or self._num_failed_plans >= MOST_FAILED_PLANS:
             return False
         workers = (*world.members, *newcomers)
-        has_spares = world.num_spares > 0 or (self._max_world_size is not None and len(workers) > self._max_world_size)
+        has_spares = replace(world, members=workers).num_spares > 0
         # Below --min-nodes nobody trains, and there is no step to vote in.
         is_ready = world.num_nodes >= world.min_nodes and all(worker.forms_ahead for worker in workers)
         return is_ready and not has_spares and common_backend(workers) == "gloo"
@@ -325,7 +324,7 @@ class Joins:
             facts=dict(self._job.facts.known),
         )
         plan = Plan(world.uid, world.members, decision)
-        planned = plan.world_for(self._uid, self._max_world_size)
+        planned = plan.world_for(self._uid)
         assert planned is not None, "it is rank 0"
         self._job.ask_beside(world.me, lambda beside: beside.put("plan", plan.to_json()))
         preparation = self._begin_preparation()
@@ -341,7 +340,7 @@ class Joins:
         if not text:
             return
         plan = Plan.from_json(text)
-        planned, before = plan.world_for(self._uid, None), self._preparation
+        planned, before = plan.world_for(self._uid), self._preparation
         if before is not None and before.crash is not None:
             raise before.crash
         if planned is None or (before is not None and before.world is not None and before.world.uid == planned.uid):

@@ -154,7 +154,6 @@ class Membership:
         store_address: of the store that it serves.
         local_world_size: workers of this node.
         max_nodes: how many nodes the job may have.
-        max_world_size: how many members a step has work for; further ones are spares. The same on all members.
         check: raises Stopped where this worker was told to stop.
         log: prints a line for the person at this node, of what is being waited for.
         answering: which of some members answer a probe.
@@ -179,7 +178,6 @@ class Membership:
         store_address: tuple[str, int],
         local_world_size: int,
         max_nodes: int,
-        max_world_size: int | None,
         check: Callable[[], None],
         log: Callable[[str], None],
         answering: Callable[[tuple[Member, ...]], tuple[Member, ...]],
@@ -194,7 +192,7 @@ class Membership:
     ) -> None:
         self.job, self.watcher, self.sockets = job, watcher, sockets
         self.uid, self.address, self.store_address = uid, address, store_address
-        self._local_world_size, self._order, self._max_world_size = local_world_size, order, max_world_size
+        self._local_world_size, self._order = local_world_size, order
         self._clock, self._finish, self._group_store = surroundings.monotonic, surroundings.finish, group_store
         self._world: World | None = None
         self._num_reductions = 0
@@ -210,8 +208,8 @@ class Membership:
         )
         self.side = OwnSide(other_sides, job.facts.known)
         self.joins = Joins(
-            job, surroundings, uid=uid, max_nodes=max_nodes, max_world_size=max_world_size, answering=answering,
-            form=form, is_superseded=self.side.is_superseded,
+            job, surroundings, uid=uid, max_nodes=max_nodes, answering=answering, form=form,
+            is_superseded=self.side.is_superseded,
         )  # fmt: skip
         self.survivors = Survivors(
             job, watcher, limits, surroundings, newcomers=self.joins.newcomers, check=check, log=log,
@@ -298,7 +296,7 @@ class Membership:
 
     def _follow(self, world: World, decision: Decision, started: float) -> tuple[World, Change]:
         watcher = self.watcher
-        following = decision.world_for(world.me.uid, world, self._max_world_size)
+        following = decision.world_for(world.me.uid, world)
         if following is None:
             self.job.release(world, decision)
             why = f": {watcher.reason}" if watcher.reason else ""

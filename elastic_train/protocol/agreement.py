@@ -110,11 +110,11 @@ class Decision:
             replace(one, unreachable=(), max_generation=self.generation, agreement={}) for one in (*old, *self.new)
         )
 
-    def world_for(self, uid: str, world: World | None, max_world_size: int | None) -> World | None:
-        """The new world as the member `uid` sees it; None where it is not in it."""
+    def world_for(self, uid: str, world: World) -> World | None:
+        """What follows `world`, as the member `uid` sees it; None where it is not in it."""
         members = self.members_after(world)
         uids = [member.uid for member in members]
-        return World(uids.index(uid), self.generation, members, max_world_size, self.uid) if uid in uids else None
+        return World(uids.index(uid), self.generation, members, world.max_world_size, self.uid) if uid in uids else None
 
 
 @dataclass(frozen=True)

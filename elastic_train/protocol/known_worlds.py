@@ -210,8 +210,7 @@ class Newcomers:
         told = json.loads(text)
         decision = Decision.from_fields(told["decision"])
         old = value_of(tuple[Member, ...], told["old"])
-        parent = World(0, decision.generation - 1, old) if old else None
-        world = decision.world_for(uid, parent, self._max_world_size)
+        world = decision.world_for(uid, World(0, decision.generation - 1, old, self._max_world_size))
         assert world is not None, "only those in it are told"
         self._known.voters = value_of(tuple[Voters, ...], told["worlds"])
         self._arbitration.take_over(told.get("shared", {}))

@@ -113,6 +113,7 @@ class PeerJob:
         uid: of this process; others ask for it, for another one may have its address by then.
         run_id: of the job; members of other jobs are not followed.
         reach: a client of the store at an address, for the training thread. Raises: StoreUnreachable.
+        max_world_size: how many members a step has work for; further ones are spares. The same on all members.
         refused: which of some members are gone, by one probe each.
         clock: monotonic seconds.
         arbiter: finds a place that members may share, where decisions can be claimed, as arbiter.Arbitration's.

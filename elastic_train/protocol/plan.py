@@ -59,9 +59,9 @@ class Plan:
         old = value_of(tuple[Member, ...], told["old"])
         return Plan(str(told["parent"]), old, Decision.from_fields(told["decision"]))
 
-    def world_for(self, uid: str, max_world_size: int | None) -> World | None:
-        """The planned world as the member `uid` sees it; None where it is not in it."""
-        return self.decision.world_for(uid, World(0, self.decision.generation - 1, self.old), max_world_size)
+    def world_for(self, uid: str) -> World | None:
+        """The planned world, in which nobody is a spare, as the member `uid` sees it; None where it is not in it."""
+        return self.decision.world_for(uid, World(0, self.decision.generation - 1, self.old))
 
 
 class _Missing(FormationFailed):
@@ -175,12 +175,12 @@ class Preparation:
             self._sleep(POLL_SECONDS)
         return False
 
-    def follow(self, world: World, max_world_size: int | None) -> None:
+    def follow(self, world: World) -> None:
         """As another member of `world`."""
         plan = self._plan_of(world)
         if plan is None:
             return
-        planned = plan.world_for(world.me.uid, max_world_size)
+        planned = plan.world_for(world.me.uid)
         if planned is None:
             raise FormationFailed("rank 0 plans without this worker")
         self._take_part(plan, planned)

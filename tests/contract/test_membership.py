@@ -152,7 +152,7 @@ def joined(form: Form) -> tuple[list[PeerJob], list[World], tuple[PeerJob, World
     decision = agree(form, jobs, worlds, [0, 1, 2], newcomers=ready)
     following = []
     for job, world in zip(jobs, worlds, strict=True):
-        after = decision.world_for(world.me.uid, world, None)
+        after = decision.world_for(world.me.uid, world)
         assert after is not None
         job.enter(after, decision.facts, decision)
         following.append(after)
@@ -255,7 +255,7 @@ def test_who_is_left_out_learns_it(form: Form) -> None:
     found = late.look()
     assert isinstance(found, Decision)
     assert found == decision
-    assert found.world_for(worlds[2].me.uid, worlds[2], None) is None
+    assert found.world_for(worlds[2].me.uid, worlds[2]) is None
 
 
 def test_who_has_heard_that_the_job_cannot_go_on_proposes_nothing(form: Form) -> None:
@@ -275,7 +275,7 @@ def test_who_comes_back_does_not_wait_in_its_own_queue() -> None:
     jobs, worlds = begin(form)
     decision = agree(form, jobs, worlds, [1, 2], {0: Liveness.UNKNOWN})
     for rank in (1, 2):
-        following = decision.world_for(worlds[rank].me.uid, worlds[rank], None)
+        following = decision.world_for(worlds[rank].me.uid, worlds[rank])
         assert following is not None
         jobs[rank].enter(following, decision.facts, decision)
     jobs[0].stand_down()  # it may save its state for minutes before it closes
@@ -336,7 +336,7 @@ def test_a_member_keeps_little_of_the_worlds_that_are_over(name: str, request: p
             job.tend(world)
         sizes.append([len(job._own.keys()) for job in jobs])
         past.append((worlds, agree(form, jobs, worlds, [0, 1, 2])))
-        following = [past[-1][1].world_for(world.me.uid, world, None) for world in worlds]
+        following = [past[-1][1].world_for(world.me.uid, world) for world in worlds]
         worlds = [world for world in following if world is not None]
         for job, world in zip(jobs, worlds, strict=True):
             job.enter(world, past[-1][1].facts, past[-1][1])
@@ -412,7 +412,7 @@ def test_one_of_three_goes_on_as_a_branch() -> None:
     assert (decision.ranks, decision.new) == ((2,), ()), "newcomers have no state"
     stores = tuple(world.me.store for world in worlds[:2])
     assert Branch.from_json(decision.facts[BRANCH]) == Branch(decision.uid, 2, stores)
-    world = decision.world_for(worlds[2].me.uid, worlds[2], None)
+    world = decision.world_for(worlds[2].me.uid, worlds[2])
     assert world is not None
     jobs[2].enter(world, decision.facts, decision)
     after = Decision(9, "after", (0,), facts=decision.facts)
@@ -507,7 +507,7 @@ def plan_with(form: Form, jobs: list[PeerJob], worlds: list[World], number: int)
 
 
 def planned(plan: Plan, member: Member) -> World:
-    found = plan.world_for(member.uid, None)
+    found = plan.world_for(member.uid)
     assert found is not None
     return found
 
@@ -540,7 +540,7 @@ def prepare(
         assert eventually(form, lambda: lead.is_due), "the newcomer answers"
         lead.may_form = True  # as after the vote
         for part, world in zip(follow, worlds[1:], strict=True):
-            running.append(threads.submit(part.run, lambda part=part, world=world: part.follow(world, None)))
+            running.append(threads.submit(part.run, lambda part=part, world=world: part.follow(world)))
         for one in running:
             one.result()
     for part in parts:
@@ -637,7 +637,7 @@ def test_a_member_may_hear_of_the_plan_a_moment_after_the_vote(form: Form) -> No
 
     part = Preparation(jobs[1], Groups(1).form, time.monotonic, sleep)
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(part.run, lambda: part.follow(worlds[1], None))
+        running = threads.submit(part.run, lambda: part.follow(worlds[1]))
         assert has_looked.wait(PATIENCE)
         put("plan", plan.to_json())
         running.result()

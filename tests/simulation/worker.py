@@ -103,7 +103,6 @@ class Worker:
             store_address=process.address,
             local_world_size=simulation.plan.workers_of(host),
             max_nodes=MAX_NODES,
-            max_world_size=plan.max_world_size,
             check=lambda: None,
             log=lambda text: simulation.note(f"{self} is told: {text}"),
             answering=self._answering,

@@ -99,7 +99,7 @@ class BenchMember:
         )  # fmt: skip
         self._membership = Membership(
             job, self._watcher, Waits(PEER_TIMEOUT, PEER_TIMEOUT, 600.0), uid=uid, address=self._links.address,
-            store_address=server.address, local_world_size=1, max_nodes=most, max_world_size=None, check=lambda: None,
+            store_address=server.address, local_world_size=1, max_nodes=most, check=lambda: None,
             log=lambda _text: None, answering=answering, sockets=GroupSockets(), group_store=server.group_store,
             surroundings=around,
         )  # fmt: skip
