@@ -9,15 +9,19 @@ import re
 import socket
 import stat
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 from elastic_train.errors import UnsupportedSystem
 
+Answer = TypeVar("Answer")
 INSTEAD = "use a container (deploy/docker)"
 AGENT_VARIABLE = "ELASTIC_TRAIN_AGENT"
 """in which an agent gives its workers its `name_of_process`"""
@@ -250,3 +254,17 @@ def close_sockets_at(port: int) -> None:
         with suppress(OSError), copy_of_socket(fd, name) as copy:
             if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == port:
                 os.close(fd)
+
+
+def answer_of(call: Callable[[], Answer], name: str) -> Future[Answer]:
+    """What comes of `call` on a daemon thread of that name, which can be left behind where it hangs."""
+    answer: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except Exception as error:  # who asks for the result raises it
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return answer

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +18,7 @@ from elastic_train.protocol.arbiter import Arbiter, ArbiterSilent, Claims, Folde
 from elastic_train.storage.atomic_files import fsync_directory
 from elastic_train.storage.bucket import Bucket
 from elastic_train.storage.object_store import ObjectStore
+from elastic_train.system import answer_of
 
 ANSWER_SECONDS = 2.0
 """that a shared file system, or a bucket, may take for a claim"""
@@ -150,24 +151,17 @@ class Bounded:
     def _ask(self, call: Callable[[], Found]) -> Found:
         if not self._is_asked.acquire(timeout=self._seconds):
             raise ArbiterSilent("it has not answered the call before")
-        answer: queue.SimpleQueue[Found | Exception] = queue.SimpleQueue()
 
-        def run() -> None:
+        def ask() -> Found:
             try:
-                answer.put(call())
-            except Exception as error:  # the caller raises it
-                answer.put(error)
+                return call()
             finally:
                 self._is_asked.release()
 
-        threading.Thread(target=run, name="arbiter", daemon=True).start()
-        try:
-            found = answer.get(timeout=self._seconds)
-        except queue.Empty:
-            raise ArbiterSilent(f"no answer in {self._seconds:.0f} s") from None
-        if isinstance(found, Exception):
-            raise found
-        return found
+        answer = answer_of(ask, "arbiter")
+        if not wait([answer], self._seconds).done:
+            raise ArbiterSilent(f"no answer in {self._seconds:.0f} s")
+        return answer.result()
 
 
 def arbiter_of(run_dir: Path, bucket: Bucket | None) -> Arbiter:

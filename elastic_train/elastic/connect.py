@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import queue
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,11 +34,11 @@ from elastic_train.protocol.other_sides import OtherSides
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.probes import PROBE_SECONDS, Probe, probe_all, refusing
 from elastic_train.protocol.signposts import Signposts, reach
-from elastic_train.protocol.store import TorchStore, connect
+from elastic_train.protocol.store import TorchStore
 from elastic_train.rendezvous.launch import Launch, max_nodes_of
 from elastic_train.runlog.reader import read_json
 from elastic_train.stopping import StopSignal
-from elastic_train.system import close_sockets_at
+from elastic_train.system import answer_of, close_sockets_at
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.world import Address, Member, Reach, World
 
@@ -325,24 +324,26 @@ def store_of_launcher(host: str, port: int, seconds: float, stop: StopSignal, *,
     if not is_server:
         wait_for_listener(host, port, deadline, stop)
     timeout = timedelta(seconds=seconds)
-    making = connect(lambda: TCPStore(host, port, is_master=is_server, wait_for_workers=False, timeout=timeout))
-    while True:
+    # It greets its server while it is made, without a deadline.
+    making = answer_of(
+        lambda: TCPStore(host, port, is_master=is_server, wait_for_workers=False, timeout=timeout), "connect"
+    )
+    while not wait([making], 0.1).done:
         stop.check()
-        with contextlib.suppress(queue.Empty):
-            found = making.get(timeout=0.1)
-            break
         if time.monotonic() > deadline + 5.0:
             raise StoreUnreachable(
                 f"something at {host}:{port} accepts connections and does not answer like a store; {SET_MASTER}"
             )
-    if isinstance(found, RuntimeError):
+    try:
+        store = making.result()
+    except RuntimeError as error:
         verb = "serve" if is_server else "reach"
         raise StoreUnreachable(
-            f"cannot {verb} the store at {host}:{port}: {first_line(found)}; {SET_MASTER}"
-        ) from found
+            f"cannot {verb} the store at {host}:{port}: {first_line(error)}; {SET_MASTER}"
+        ) from error
     if is_server:  # a forked DataLoader process would keep the port taken beyond this process's death
         os.register_at_fork(after_in_child=lambda: close_sockets_at(port))
-    return found
+    return store
 
 
 def wait_for_listener(host: str, port: int, deadline: float, stop: StopSignal) -> None:

@@ -7,6 +7,8 @@ import socket
 import threading
 from concurrent.futures import Future
 
+from elastic_train.system import answer_of
+
 LOOK_UP_SECONDS = 2.0
 """that a name server may take"""
 
@@ -23,28 +25,22 @@ def look_up(host: str) -> list[str]:
     """
     with contextlib.suppress(socket.gaierror):
         return _addresses(host, socket.AI_NUMERICHOST)
+
+    def ask() -> list[str]:
+        try:
+            return _addresses(host)
+        finally:
+            with _lookups_lock:
+                del _lookups[host]  # before it is told: who hears of it and looks again asks anew
+
     with _lookups_lock:
         found = _lookups.get(host)
         if found is None:
-            found = _lookups[host] = Future()
-            threading.Thread(target=_look_up, args=(host, found), name="look-up", daemon=True).start()
+            found = _lookups[host] = answer_of(ask, "look-up")
     try:
         return found.result(LOOK_UP_SECONDS)
     except TimeoutError:
         raise TimeoutError(f"no name server answers within {LOOK_UP_SECONDS:g} s") from None
-
-
-def _look_up(host: str, found: Future[list[str]]) -> None:
-    try:
-        ips, error = _addresses(host), None
-    except (OSError, ValueError) as failure:
-        ips, error = [], failure
-    with _lookups_lock:
-        del _lookups[host]  # before it is told: who hears of it and looks again asks anew
-    if error is None:
-        found.set_result(ips)
-    else:
-        found.set_exception(error)
 
 
 def _addresses(host: str, flags: int = 0) -> list[str]:

@@ -12,22 +12,22 @@ import errno
 import json
 import math
 import os
-import queue
 import socket
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import TCPStore
 
 from elastic_train.errors import StoreUnreachable, first_line, going_on
 from elastic_train.protocol.addresses import is_local
 from elastic_train.protocol.names import look_up
-from elastic_train.protocol.store import KeyValueStore, TorchStore, connect
-from elastic_train.system import close_sockets_at
+from elastic_train.protocol.store import KeyValueStore, TorchStore
+from elastic_train.system import answer_of, close_sockets_at
 from elastic_train.world import Address
 
 NAME_SECONDS = 10.0
@@ -52,7 +52,7 @@ HANGING_SECONDS = 30.0
 HOLDER = "elastic_train/holder"
 """the run id of who serves this sign, which has it from its first milliseconds"""
 
-_hanging: dict[Address, tuple[float, queue.SimpleQueue[Store | RuntimeError]]] = {}
+_hanging: dict[Address, tuple[float, Future[TCPStore]]] = {}
 """greetings that have not been answered, with when they were begun: a host that is frozen answers when it wakes"""
 
 
@@ -82,16 +82,18 @@ def reach(address: Address) -> TorchStore:
     began_at, making = _hanging.pop((ip, port), (now, None))
     if making is None or now - began_at > HANGING_SECONDS:
         began_at = now
-        making = connect(lambda: TCPStore(ip, port, is_master=False, wait_for_workers=False, timeout=timeout))
-    found: Store | RuntimeError
+        # It greets its server while it is made, without a deadline.
+        making = answer_of(
+            lambda: TCPStore(ip, port, is_master=False, wait_for_workers=False, timeout=timeout), "connect"
+        )
     try:
-        found = making.get(timeout=GREETING_SECONDS)
-    except queue.Empty:
+        store = making.result(GREETING_SECONDS)
+    except TimeoutError:
         _hanging[ip, port] = began_at, making
         raise Mute(f"what listens at {host}:{port} does not answer") from None
-    if isinstance(found, RuntimeError):
-        raise Stranger(f"what listens at {host}:{port} is no store: {first_line(found)}") from found
-    return TorchStore(found, timedelta(seconds=CALL_SECONDS))
+    except RuntimeError as error:
+        raise Stranger(f"what listens at {host}:{port} is no store: {first_line(error)}") from error
+    return TorchStore(store, timedelta(seconds=CALL_SECONDS))
 
 
 def reach_sign(address: Address) -> TorchStore:

@@ -8,7 +8,6 @@ its own store what worlds that are over have left there.
 from __future__ import annotations
 
 import contextlib
-import queue
 import socket
 import struct
 import threading
@@ -133,23 +132,6 @@ class TorchStore:
             if isinstance(self._raw, TCPStore):
                 self._why_lost = why
             raise StoreUnreachable(why) from error
-
-
-def connect(make: Callable[[], Store]) -> queue.SimpleQueue[Store | RuntimeError]:
-    """Where the TCPStore client that `make` makes will be, or its error (DistNetworkError, DistStoreError).
-
-    It greets its server while it is made, without a deadline: so on a thread, which can be left behind.
-    """
-    made: queue.SimpleQueue[Store | RuntimeError] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            made.put(make())
-        except RuntimeError as error:
-            made.put(error)
-
-    threading.Thread(target=run, name="connect", daemon=True).start()
-    return made
 
 
 def limit_socket_waits(port: int, timeout: timedelta) -> None:
