@@ -17,42 +17,35 @@ def run_seconds(state: TrainState) -> float:
     return sum(state.clock.totals().values())
 
 
-class Quarantined:
-    """Picks the nodes that may be admitted. For the watcher's thread of rank 0.
+def admissible(
+    own_state: Callable[[], TrainState | None],
+    warn: Callable[[str], None],
+    tell_once: Callable[[Node, str, str], bool],
+    world: World,
+    nodes: Sequence[Node],
+) -> list[Node]:
+    """Those of some nodes that are ready to join `world` which need not wait. For the watcher's thread of rank 0.
 
     Args:
-        state: of this worker; None while it does not hold the run's.
+        own_state: None while this worker does not hold the run's.
         warn: tells the people of this job, and notes it in the run's events.
         tell_once: as `QueueNews.tell_once`.
     """
-
-    def __init__(
-        self,
-        state: Callable[[], TrainState | None],
-        warn: Callable[[str], None],
-        tell_once: Callable[[Node, str, str], bool],
-    ) -> None:
-        self._state, self._warn, self._tell_once = state, warn, tell_once
-
-    def admissible(self, world: World, nodes: Sequence[Node]) -> list[Node]:
-        """Those of some nodes that are ready to join `world` which need not wait."""
-        state = self._state()
-        if state is None or not nodes:
-            return list(nodes)
-        now, step = run_seconds(state), state.step
-        found = quarantines(state.incidents, now)
-        kept = [node for node in nodes if node[0].host in found and waits(node, world, step)]
-        for node in kept:
-            self._tell(node, found[node[0].host], now)
-        return [node for node in nodes if node not in kept]
-
-    def _tell(self, node: Node, quarantine: Quarantine, now: float) -> None:
+    state = own_state()
+    if state is None or not nodes:
+        return list(nodes)
+    now, step = run_seconds(state), state.step
+    found = quarantines(state.incidents, now)
+    kept = [node for node in nodes if node[0].host in found and waits(node, world, step)]
+    for node in kept:
+        host, quarantine = node[0].host, found[node[0].host]
         why = (
-            f"{node[0].host} waits {duration(quarantine.until - now)} in the join queue (--quarantine): "
+            f"{host} waits {duration(quarantine.until - now)} in the join queue (--quarantine): "
             f"{describe_deaths(quarantine.deaths)}"
         )
-        if self._tell_once(node, why, "quarantine"):
-            self._warn(why)
+        if tell_once(node, why, "quarantine"):
+            warn(why)
+    return [node for node in nodes if node not in kept]
 
 
 def lasting(state: TrainState, world: World, wall: float) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from elastic_train.elastic.loop import bundled
 from elastic_train.elastic.membership import Membership, new_token
 from elastic_train.elastic.noticed import Noticed
 from elastic_train.elastic.process_group import process_group
-from elastic_train.elastic.quarantined import Quarantined
+from elastic_train.elastic.quarantined import admissible
 from elastic_train.elastic.resume import Resume
 from elastic_train.elastic.ring import Ring, RingParts
 from elastic_train.elastic.run_files import RunFiles
@@ -278,9 +278,12 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
 
     membership.joins.why_closed_in = partial(why_closed_in, worker)
     if worker.config.quarantine == "on":
-        membership.joins.admissible = Quarantined(
-            lambda: worker.state if resume.has_state else None, worker.reporter.warn, membership.joins.news.tell_once
-        ).admissible
+        membership.joins.admissible = partial(
+            admissible,
+            lambda: worker.state if resume.has_state else None,
+            worker.reporter.warn,
+            membership.joins.news.tell_once,
+        )
     noticed.follow(lambda: ring.world, membership.watcher.contacts.is_refused)
     late = LateStop(worker, parts.trainer, exits, lambda: ring.world if resume.has_state else None, noticed.close)
     worker.stop.when_late = late.save

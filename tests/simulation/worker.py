@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from elastic_train.elastic.barriers import Surroundings, Waits
 from elastic_train.elastic.membership import Membership
-from elastic_train.elastic.quarantined import Quarantined
+from elastic_train.elastic.quarantined import admissible
 from elastic_train.errors import JobFinished, LeftOut, SecondJob, StoreUnreachable, Superseded
 from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.liveness import Watcher, ping_interval
@@ -120,11 +121,12 @@ class Worker:
         )
         if plan.quarantine:
             joins, state = self.membership.joins, self.state
-            joins.admissible = Quarantined(
+            joins.admissible = partial(
+                admissible,
                 lambda: state if self.commit is not None else None,  # type: ignore[arg-type,return-value]
                 lambda why: simulation.note(f"{self} warns: {why}"),
                 joins.news.tell_once,
-            ).admissible
+            )
         self.stop = SimpleNamespace(votes=lambda: 2 * (int(self.wants_to_leave),), check=lambda: None)
         """as StopSignal"""
         self.ring = make_ring(self)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,10 @@ import torch
 from elastic_train.config import parse
 from elastic_train.elastic import resume
 from elastic_train.elastic.earlier_run import note_restart
-from elastic_train.elastic.joins import SETTLE_SECONDS
+from elastic_train.elastic.joins import SETTLE_SECONDS, Node
 from elastic_train.elastic.membership import Change
 from elastic_train.elastic.next_world import QueueNews
-from elastic_train.elastic.quarantined import Quarantined, run_seconds
+from elastic_train.elastic.quarantined import admissible, run_seconds
 from elastic_train.elastic.restore import Restored
 from elastic_train.elastic.resume import Holding, Resume, Resumed
 from elastic_train.elastic.world_report import Interruption, WorldReport
@@ -189,7 +190,9 @@ def test_a_death_counts_though_the_next_world_has_the_host_again(
     assert state.incidents[0]["dead_hosts"] == ["node1"]
 
 
-def quarantined(state: TrainState | None) -> tuple[Quarantined, list[str], list[tuple[str, ...]]]:
+def quarantined(
+    state: TrainState | None,
+) -> tuple[Callable[[World, list[Node]], list[Node]], list[str], list[tuple[str, ...]]]:
     warned: list[str] = []
     told: list[tuple[str, ...]] = []
 
@@ -197,7 +200,7 @@ def quarantined(state: TrainState | None) -> tuple[Quarantined, list[str], list[
     around: Any = None
     news = QueueNews(job, around)
     news.tell = lambda node, _why: told.append(tuple(one.uid for one in node))  # type: ignore[method-assign]
-    return Quarantined(lambda: state, warned.append, news.tell_once), warned, told
+    return partial(admissible, lambda: state, warned.append, news.tell_once), warned, told
 
 
 def state_after(*deaths: float) -> TrainState:
@@ -211,7 +214,7 @@ def state_after(*deaths: float) -> TrainState:
 def test_rank_0_leaves_the_node_in_the_queue_and_takes_the_next_one() -> None:
     here, clock, world = newcomers(BAD, member(2), agreement={})
     gate, warned, told = quarantined(state_after(30.0, 20.0, 10.0))
-    here.joins.admissible = gate.admissible
+    here.joins.admissible = gate
     for _ in range(3):
         here.joins.consider(world)
         clock.now += 2 * SETTLE_SECONDS
@@ -225,13 +228,13 @@ def test_rank_0_leaves_the_node_in_the_queue_and_takes_the_next_one() -> None:
 @pytest.mark.parametrize("deaths", [(30.0, 20.0), (90.0, 80.0, 61.0)])
 def test_rank_0_admits_who_has_not_to_wait(deaths: tuple[float, ...]) -> None:
     gate, warned, _ = quarantined(state_after(*deaths))
-    assert gate.admissible(World(0, 7, (FIRST,)), [(BAD,)]) == [(BAD,)]
+    assert gate(World(0, 7, (FIRST,)), [(BAD,)]) == [(BAD,)]
     assert not warned
 
 
 def test_rank_0_without_the_state_keeps_nobody_waiting() -> None:
     gate, _, _ = quarantined(None)
-    assert gate.admissible(World(0, 7, (FIRST,)), [(BAD,)]) == [(BAD,)]
+    assert gate(World(0, 7, (FIRST,)), [(BAD,)]) == [(BAD,)]
 
 
 def test_who_died_before_a_world_that_never_stood_is_in_the_incident_of_the_next_one(reporter: Reporter) -> None:
