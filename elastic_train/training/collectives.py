@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from elastic_train.errors import FormationFailed, first_line
+from elastic_train.training.group_sockets import GroupSockets
 
 SIZE_BYTES = 8
 FIRST_BYTES = 512
@@ -41,29 +42,18 @@ STEP_TIMEOUT = timedelta(hours=2)
 LOOK_SECONDS = 0.25
 
 
-class Breakable(Protocol):
-    has_nccl: bool
-    """whether NCCL carries the tensors of a GPU"""
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Entered where the thread that trains waits for its device, and begins nothing meanwhile."""
-
-    def require_hope(self) -> None:
-        """Raises: FormationFailed where the process group was broken off and does not end what was under way."""
-
-
 @dataclass
 class _Group:
-    breakable: Breakable
+    sockets: GroupSockets
     is_over: bool = False
     failure: str | None = None
     """of one of its collectives; the code that is trained may have caught the error"""
 
     def require_hope(self) -> None:
-        """As `Breakable`; for a thread that still waits in a group which the training thread has left, too."""
+        """As `GroupSockets`; for a thread that still waits in a group which the training thread has left, too."""
         if self.is_over:
             raise FormationFailed("the process group is over")
-        self.breakable.require_hope()
+        self.sockets.require_hope()
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -79,10 +69,10 @@ _present: _Group | None = None
 
 
 @contextmanager
-def broken_off_by(breakable: Breakable) -> Iterator[None]:
-    """Waiting inside the block ends when `breakable` says so; one at a time, like torch's default process group."""
+def broken_off_by(sockets: GroupSockets) -> Iterator[None]:
+    """Waiting inside the block ends when `sockets` have no hope; one at a time, like torch's default process group."""
     global _present
-    _present = group = _Group(breakable)
+    _present = group = _Group(sockets)
     try:
         yield
     finally:
@@ -108,7 +98,7 @@ def wait(work: Any, tensor: Tensor) -> None:
 
 def _group_of(tensor: Tensor) -> _Group | None:
     """The one whose collectives of it may hang; None where NCCL's abort ends them."""
-    is_nccl = _present is not None and _present.breakable.has_nccl and tensor.is_cuda
+    is_nccl = _present is not None and _present.sockets.has_nccl and tensor.is_cuda
     return None if is_nccl else _present
 
 
@@ -153,7 +143,7 @@ class LateNumbers:
 
 
 def _waiting() -> AbstractContextManager[None]:
-    return nullcontext() if _present is None else _present.breakable.waiting()
+    return nullcontext() if _present is None else _present.sockets.waiting()
 
 
 def all_reduce(tensor: Tensor) -> None:

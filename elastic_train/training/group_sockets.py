@@ -111,7 +111,7 @@ class GroupSockets:
         return self._shut_at is not None
 
     def require_hope(self) -> None:
-        """As `collectives.Breakable`."""
+        """Raises: FormationFailed where the group was broken off and does not end what was under way."""
         if self._shut_at is not None and time.monotonic() - self._shut_at > KEEP_SECONDS:
             self._hangs = True
             raise FormationFailed("the process group was broken off, and Gloo does not end what was under way")

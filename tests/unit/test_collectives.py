@@ -31,7 +31,7 @@ from elastic_train.training.collectives import (
     require_sound,
     wait,
 )
-from elastic_train.training.group_sockets import KEEP_SECONDS
+from elastic_train.training.group_sockets import KEEP_SECONDS, GroupSockets
 
 MEMBER = """
 import json, os, signal, sys, threading, time
@@ -156,10 +156,9 @@ class Work:
 SENT = torch.zeros(1)
 
 
-class Group:
-    has_nccl = False
-
+class Group(GroupSockets):
     def __init__(self) -> None:
+        super().__init__()
         self.patience = 10
         self.is_waiting = False
 
