@@ -21,12 +21,13 @@ class Evaluations:
 
     def __init__(self, worker: Worker, membership: Membership) -> None:
         self._worker, self._membership = worker, membership
-        self._has_warned = self._has_hinted = False
-        """that nothing is rated"""
-        self._warned_of: set[str] = set()
-        """metrics"""
-        self._is_tried = False
-        """whether what the task's own `evaluate` gives is a sum"""
+        self._done: set[str] = set()
+        """what is done once, by this worker"""
+
+    def _is_first(self, what: str) -> bool:
+        is_first = what not in self._done
+        self._done.add(what)
+        return is_first
 
     def if_missed(self, world: World) -> None:
         """The evaluation that the world before did not live to complete; every rank calls it."""
@@ -47,15 +48,13 @@ class Evaluations:
             watcher.do(Activity.COMPUTE)
         state, reporter = self._worker.state, self._worker.reporter
         self._rate(metric)
-        if not self._worker.config.keep_best and not self._has_hinted:
-            self._has_hinted = True
+        if not self._worker.config.keep_best and self._is_first("hint"):
             reporter.report(
                 "keep() rates the model, and no snapshot is kept for that: --keep-best 1 keeps the best one"
             )
         if math.isfinite(metric):
             reporter.rating(state.step, metric)
-        elif world.rank == 0 and not self._has_warned:
-            self._has_warned = True
+        elif world.rank == 0 and self._is_first("nothing is rated"):
             reporter.warn(f"keep() was given {metric} at step {state.step}: no finite number, so it rates nothing")
 
     def _rate(self, metric: float) -> None:
@@ -78,8 +77,7 @@ class Evaluations:
                 share_buffers(model, partial(self._membership.sockets.require_unbroken, worker.device))
             warn = worker.reporter.warn
             with state.lock.released():
-                if world.rank == 0 and not self._is_tried:
-                    self._is_tried = True
+                if world.rank == 0 and self._is_first("sums are tried"):
                     watcher.do(Activity.COMPUTE)
                     wrong = find_no_sum(model, worker.task, test_set, worker.device, config, warn=warn)
                     if wrong is not None:
@@ -88,13 +86,11 @@ class Evaluations:
         watcher.do(Activity.COMPUTE)
         state.evaluated_step, state.test_metrics = state.step, metrics
         odd = odd_numbers(metrics, state.step) if world.rank == 0 else {}
-        for name in odd.keys() - self._warned_of:
-            self._warned_of.add(name)
+        for name in filter(self._is_first, odd):
             worker.reporter.warn(odd[name])
         if (accuracy := metrics.get("accuracy")) is not None:
             self._rate(accuracy)
-        elif config.keep_best and world.rank == 0 and not self._has_warned:
-            self._has_warned = True
+        elif config.keep_best and world.rank == 0 and self._is_first("nothing is rated"):
             worker.reporter.warn(
                 '--keep-best keeps nothing: this task reports no "correct", by whose mean over the test set the best '
                 "are chosen; more is better"
