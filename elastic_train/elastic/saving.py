@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from elastic_train.elastic.run_files import RunFiles
@@ -115,7 +115,11 @@ class Saver:
     def _adapt(self, state: TrainState) -> None:
         if (changed := self._schedule.adapt(state)) is not None:
             self._reporter.events.write("snapshot_interval", **changed)
-            self._reporter.report(_told_interval(changed))
+            self._reporter.report(
+                f"a snapshot every {duration(changed['seconds'])} from now on: one costs "
+                f"{changed['cost_seconds']:.3f} s of training, and a failure is expected every "
+                f"{duration(changed['failure_seconds'])}"
+            )
 
     def _note_due(self, world: World, state: TrainState) -> None:
         """Once: where the snapshots of another node lie somewhere else, this one's events show that there are some. A
@@ -299,13 +303,6 @@ def _told_once(told: set[str], warn: Callable[[str], None]) -> Iterator[None]:
         if str(error) not in told:
             told.add(str(error))
             warn(f"no snapshot of this state can be made: {error}; training goes on, and nothing newer is saved")
-
-
-def _told_interval(changed: Mapping[str, float]) -> str:
-    return (
-        f"a snapshot every {duration(changed['seconds'])} from now on: one costs {changed['cost_seconds']:.3f} s "
-        f"of training, and a failure is expected every {duration(changed['failure_seconds'])}"
-    )
 
 
 def _save_last(

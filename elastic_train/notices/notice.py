@@ -53,11 +53,6 @@ class NoticeSource(Protocol):
         ...
 
 
-def surest(*notices: PreemptionNotice) -> PreemptionNotice | None:
-    """Of several notices the one to act on: a certain one, and the earliest of these."""
-    return min(notices, key=lambda one: (not one.is_certain, one.deadline or 0.0), default=None)
-
-
 # --- AWS --------------------------------------------------------------------------------------------------------------
 
 
@@ -123,7 +118,8 @@ def from_scheduled_events(text: str, machine: str) -> PreemptionNotice | None:
             unread = error
     if unread is not None and not ours:
         raise unread
-    return surest(*ours)
+    # The one to act on: a certain one, and the earliest of these.
+    return min(ours, key=lambda one: (not one.is_certain, one.deadline or 0.0), default=None)
 
 
 def _resources(event: Any) -> list[Any]:

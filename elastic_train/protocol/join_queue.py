@@ -260,7 +260,7 @@ class Entrance:
             host.checked_at = now
             try:
                 text, told = host.store.get_many(["host", admitted_key(mine.member.uid)])
-                is_host = _is_address(text, host.address)
+                is_host = bool(text) and address_of(text or "") == host.address
                 if told is not None:
                     self._own.create("admitted", told)
             except StoreUnreachable:
@@ -386,7 +386,3 @@ def address_of(text: str) -> Address:
     """What a store says in `host`."""
     host, port = json.loads(text)
     return str(host), int(port)
-
-
-def _is_address(text: str | None, address: Address) -> bool:
-    return bool(text) and address_of(text or "") == address

@@ -227,7 +227,7 @@ class Signposts:
                 try:
                     store = self._client(number)
                     holder, *texts = store.get_many([HOLDER, self._key, self._key_of_beginning])
-                    is_asked = texts[0] is None and number > 0 and self._may_begin
+                    is_asked = texts[0] is None and number > 0 and 0 in self._servers and not self._has_world
                     first = store.get(self._key_of_first) if is_asked else None
                 except StoreUnreachable as error:
                     self._clients.pop(number, None)
@@ -260,11 +260,6 @@ class Signposts:
                 f"run id {holder!r} has {host}:{port}, and this is run id {self._run_id!r}: give each job a port of "
                 "its own (--rdzv-endpoint), or both the same --rdzv-id"
             )
-
-    @property
-    def _may_begin(self) -> bool:
-        """Whether this machine may begin the job: it serves the first endpoint, and no job is known."""
-        return 0 in self._servers and not self._has_world
 
     def _require_same_list(self, first: str | None) -> None:
         """Raises: StoreUnreachable where another machine, too, is about to begin this job, at an endpoint that is not

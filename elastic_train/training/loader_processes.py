@@ -74,7 +74,8 @@ def open_loader(
         return iter(make(None))
     while len(_ending) > 1:  # they keep what they have read until then
         _ending.pop(0).join()
-    if _start_method(config) != "fork":
+    # Asked for only where there are processes: the answer is final, and a later set_start_method of the user's raises.
+    if multiprocessing.get_context(config.multiprocessing_context).get_start_method() != "fork":
         return _read([iter(make(None))])
     for _ in range(MOST_STARTS - 1):
         batches, processes, num_missing = _fork(make, num_workers)
@@ -150,11 +151,6 @@ def _fork(
         batches = iter(make(begun))
     processes = set(multiprocessing.active_children()) - before
     return batches, processes, num_workers - _count(begun, num_workers)
-
-
-def _start_method(config: Config) -> str:
-    # Asked for only where there are processes: the answer is final, and a later set_start_method of the user's raises.
-    return multiprocessing.get_context(config.multiprocessing_context).get_start_method()
 
 
 @contextmanager

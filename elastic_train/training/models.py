@@ -29,7 +29,7 @@ _RESNET_LEAST_SIZE = 32
 _CNN_LEAST_SIZE = 8
 # Trained without BatchNorm, these need small steps with SGD.
 _WITHOUT_BATCH_NORM = ("alexnet", "squeezenet")
-_TRANSFORMER_LIKE = ("vit_", "swin_", "maxvit_", "convnext_")
+TRANSFORMER_LIKE = ("vit_", "swin_", "maxvit_", "convnext_")
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,3 @@ def learning_rate(name: str, optimizer: str) -> float:
         return 2e-3 if name in OWN_MODELS else 5e-4
     is_plain_vgg = name.startswith("vgg") and not name.endswith("_bn")
     return 0.01 if is_plain_vgg or name.startswith(_WITHOUT_BATCH_NORM) else 0.05
-
-
-def prefers_adamw(name: str) -> bool:
-    return name.startswith(_TRANSFORMER_LIKE)

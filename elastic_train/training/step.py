@@ -67,7 +67,7 @@ def train_step(
     if not state.is_step_open:  # a loop of one's own may have done something in it before
         state.remember()
     drop_gradients(state.optimizer)
-    scale = state.scaler.scale if state.scaler else _unscaled
+    scale = state.scaler.scale if state.scaler else lambda loss: loss
     with state.lock.released():
         totals = reduction.run(micro_batches, loss, scale, votes=votes)
     if not math.isfinite(totals.loss):
@@ -134,10 +134,6 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(number)
 
 
-def _unscaled(loss: torch.Tensor) -> torch.Tensor:
-    return loss
-
-
 def _is_left_to_scaler(state: TrainState) -> bool:
     """fp16 overflows now and then: the scaler skips the step and halves the scale, down to 1 before it is an error. It
     goes by the gradients: where these are finite, the loss would stay as it is for ever."""
@@ -154,21 +150,20 @@ def task_loss(
     precision: str,
     device: torch.device,
     stand_in: Callable[[], Any],
-    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
 ) -> Loss:
-    """The loss of a micro-batch under `--precision`, with the randomness that belongs to it: the task's, or `loss`.
+    """The loss of a micro-batch under `--precision`, with the randomness that belongs to it.
 
     `stand_in` makes a batch of one sample, for a rank that has none in a step. Such a rank must take part in the
     reduction; its loss and gradients do not count, and who calls it looks after the buffers (`kept.leave_no_trace`).
     """
     autocast = autocast_of(precision, device)
-    compute = task.loss if loss is None else loss
-    name = f"{type(task).__name__}.loss" if compute == task.loss else getattr(loss, "__name__", "the loss")
+    name = f"{type(task).__name__}.loss" if loss == task.loss else getattr(loss, "__name__", "the loss")
 
     def micro_batch_loss(module: nn.Module, micro_batch: MicroBatch, batch: Any) -> torch.Tensor:
         seed_model_draws(seed, micro_batch.step, micro_batch.shard, device)
         with autocast():
-            return scalar(name, compute(module, task.to_device(stand_in() if batch is None else batch, device)))
+            return scalar(name, loss(module, task.to_device(stand_in() if batch is None else batch, device)))
 
     return micro_batch_loss
 

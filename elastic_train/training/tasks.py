@@ -254,7 +254,7 @@ class ImageClassification(Task):
 
     def defaults(self, optimizer: str | None = None) -> OptimizerDefaults:
         if optimizer is None:
-            optimizer = "adamw" if models.prefers_adamw(self.model) else "sgd"
+            optimizer = "adamw" if self.model.startswith(models.TRANSFORMER_LIKE) else "sgd"
         return _defaults(optimizer, models.learning_rate(self.model, optimizer))
 
     def describe(self) -> dict[str, str | int | float]:

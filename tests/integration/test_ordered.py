@@ -159,7 +159,9 @@ class Trainer:
             global_batch_size=scenario.batch, virtual_ranks=scenario.virtual_ranks, reduction="ordered", epochs=9
         )
         self.state = make_state(scenario, self.config, self.task)
-        self.loss: Loss = task_loss(self.task, seed=0, precision=scenario.precision, device=CPU, stand_in=lambda: None)
+        self.loss: Loss = task_loss(
+            self.task, seed=0, precision=scenario.precision, device=CPU, stand_in=lambda: None, loss=self.task.loss
+        )
 
     def train(self, world: World, num_steps: int, dies_at: int | None = None) -> None:
         state = self.state
