@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from elastic_train.errors import Refused
 from elastic_train.world import Member
@@ -24,22 +24,20 @@ class Verdict:
     waiting_for: tuple[int, ...]
 
 
-class Reach(Protocol):
-    """What one member says of whom it could not reach."""
-
-    @property
-    def unreachable(self) -> tuple[int, ...]: ...
-
-
-def next_members(size: int, joined: Mapping[int, Reach], left: Collection[int], dead: Collection[int]) -> Verdict:
+def next_members(
+    size: int, joined: Mapping[int, Collection[int]], left: Collection[int], dead: Collection[int]
+) -> Verdict:
     """The next world of `size` old ranks, from who has asked to be in it, who has left, and who is known to be dead.
 
     It waits for everybody who is neither. Of members that cannot reach each other, some are expelled.
+
+    Args:
+        joined: for each of those who have asked the ranks that it could not reach.
     """
     gone = set(left) | set(dead)
     waiting_for = tuple(rank for rank in range(size) if rank not in joined and rank not in gone)
     candidates = [rank for rank in range(size) if rank in joined and rank not in gone]
-    edges = {(rank, other) for rank in candidates for other in joined[rank].unreachable}
+    edges = {(rank, other) for rank in candidates for other in joined[rank]}
     return Verdict(tuple(connected(candidates, edges)), waiting_for)
 
 

@@ -278,7 +278,8 @@ class Agreement:
         missing = [rank for rank in found if rank not in self._present and rank not in left and rank not in out]
         doubtful = [rank for rank, told in self._present.items() if told.unreachable and rank != world.rank]
         self._note_present(list(filter(self._is_heard, dict.fromkeys([*missing, *doubtful]))))
-        verdict = next_members(len(world.members), self._present, left, out)
+        joined = {rank: told.unreachable for rank, told in self._present.items()}
+        verdict = next_members(len(world.members), joined, left, out)
         if verdict.waiting_for:
             return Wait(verdict.waiting_for)
         gone = self._gone(found, verdict.members)

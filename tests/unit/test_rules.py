@@ -56,7 +56,7 @@ edges_strategy = st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)))
 def test_next_members_for_every_state_of_every_rank(size: int) -> None:
     """Each rank has joined or not, has left or not, is known to be dead or not: eight states."""
     for states in itertools.product(range(8), repeat=size):
-        joined = {rank: MEMBER for rank, state in enumerate(states) if state & 1}
+        joined = {rank: () for rank, state in enumerate(states) if state & 1}
         left = {rank for rank, state in enumerate(states) if state & 2}
         dead = {rank for rank, state in enumerate(states) if state & 4}
         verdict = next_members(size, joined, left, dead)
@@ -65,18 +65,16 @@ def test_next_members_for_every_state_of_every_rank(size: int) -> None:
 
 
 def test_next_members_waits_for_nobody_outside_of_the_world() -> None:
-    verdict = next_members(2, {0: MEMBER, 1: MEMBER, 7: MEMBER}, {9}, {8})
+    verdict = next_members(2, {0: (), 1: (), 7: ()}, {9}, {8})
     assert (verdict.members, verdict.waiting_for) == ((0, 1), ())
 
 
 def test_of_two_that_cannot_reach_each_other_one_is_expelled() -> None:
-    joined = {0: MEMBER, 1: replace(MEMBER, unreachable=(2,)), 2: replace(MEMBER, unreachable=(1,))}
-    assert next_members(3, joined, (), ()).members == (0, 1)
+    assert next_members(3, {0: (), 1: (2,), 2: (1,)}, (), ()).members == (0, 1)
 
 
 def test_a_dead_member_is_no_reason_to_expel_the_one_that_missed_it() -> None:
-    joined = {rank: replace(MEMBER, unreachable=(3,)) for rank in range(3)}
-    assert next_members(4, joined, (), {3}).members == (0, 1, 2)
+    assert next_members(4, dict.fromkeys(range(3), (3,)), (), {3}).members == (0, 1, 2)
 
 
 def test_every_graph_of_four_members() -> None:
