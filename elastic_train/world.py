@@ -42,8 +42,6 @@ class Member:
     """largest generation that it has been in, or that its run directory shows"""
     agreement: Mapping[str, Any] = field(default_factory=dict)
     """what must be equal for all members: task, flags, versions"""
-    unreachable: tuple[int, ...] = ()
-    """ranks of the last world whose listener it could not reach, where it had reason to look"""
     store: Address | None = None
     """(IP, port) of the store that it serves: the others' process group meets there where it is rank 0"""
     min_nodes: int = 1

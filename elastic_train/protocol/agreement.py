@@ -106,9 +106,7 @@ class Decision:
     def members_after(self, world: World | None) -> tuple[Member, ...]:
         """The members that it makes of those of `world`, by rank; agreement texts are kept by nobody."""
         old = () if world is None else tuple(world.members[rank] for rank in self.ranks)
-        return tuple(
-            replace(one, unreachable=(), max_generation=self.generation, agreement={}) for one in (*old, *self.new)
-        )
+        return tuple(replace(one, max_generation=self.generation, agreement={}) for one in (*old, *self.new))
 
     def world_for(self, uid: str, world: World) -> World | None:
         """What follows `world`, as the member `uid` sees it; None where it is not in it."""

@@ -77,8 +77,6 @@ class SnapshotInfo:
     time: float
     """Unix seconds."""
     world_size: int
-    torch_version: str
-    elastic_train_version: str
     task: Mapping[str, Any]
     """What must agree with a run that continues from here."""
     files: Mapping[str, SnapshotFile]
@@ -174,8 +172,6 @@ def info_of(manifest: dict[str, Any], path: SnapshotPlace, key: bytes | None) ->
             host=str(manifest["host"]),
             time=_moment(manifest["time"]),
             world_size=_whole_number(manifest["world_size"]),
-            torch_version=str(manifest["torch_version"]),
-            elastic_train_version=str(manifest["elastic_train_version"]),
             task=dict(manifest["task"]),
             files={
                 _plain_file_name(name): SnapshotFile(_whole_number(file["bytes"]), str(file["sha256"]))

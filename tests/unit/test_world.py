@@ -67,7 +67,7 @@ def test_a_world_cannot_be_changed() -> None:
 
 def test_members_survive_json_and_pass_unknown_fields_over() -> None:
     """Of another version, say: it is refused for that, by name."""
-    someone = replace(member(1, 0), unreachable=(1, 2), newest=(3, 40), agreement={"--seed": 1})
+    someone = replace(member(1, 0), newest=(3, 40), agreement={"--seed": 1})
     assert from_json(Member, to_json(someone)) == someone
     assert from_json(Member, to_json(someone)[:-1] + ',"surprise":1}') == someone
     with pytest.raises(KeyError):
