@@ -164,13 +164,11 @@ class AgentsHandler(RendezvousHandler):
         self._address = address or address_towards([*map(split_endpoint, settings.endpoints)], print)
         self._node = f"{self._address}-{uuid.uuid4().hex[:12]}"
         self._lease = NodeLease(self._store, self._job, self._node, self._address, seconds.lease)
-        self._round = -1
-        """the newest round that this node is, or was, of"""
+        self._round = -1  # the newest one that this node is, or was, of
         self._members: tuple[str, ...] = ()
         self._server: GroupStoreServer | None = None
         self._barrier: ExitBarrier | None = None
-        self._welcome: frozenset[str] = frozenset()
-        """newcomers that waited while no agent of the round was through"""
+        self._welcome: frozenset[str] = frozenset()  # newcomers that waited while no agent of the round was through
         self._why_over: str | None = None
         self._is_ending = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="etcd-lease", daemon=True)

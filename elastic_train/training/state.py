@@ -83,8 +83,7 @@ class TrainState:
         self.last_loss: float | None = None
         self.last_commits: list[dict[str, Any]] = []
         """`step` events of the two newest commits, the newest last: who takes this state over may have to write them"""
-        self.test_metrics: dict[str, float] = {}
-        """of the newest evaluation, by name"""
+        self.test_metrics: dict[str, float] = {}  # of the newest evaluation, by name
         self.ratings = Ratings()
         self.incidents: list[dict[str, Any]] = []
         """what interrupted this run, over all of its restarts, each told once; the last entries of `result.json`"""
@@ -92,8 +91,7 @@ class TrainState:
         """of the newest evaluation; and where all were told to stop, and did: a start from there is no failure"""
         self.generation: int | None = None
         """of the world that it is trained in now; None until it is the run's, and its clock too"""
-        self.generations = 0
-        """worlds that this run has had"""
+        self.generations = 0  # worlds that this run has had
         self.branches: Branches = ()
         self.restarts: Branches = ()
         """where this run was split on the way to this state, and where it was begun again from a snapshot"""
@@ -102,18 +100,15 @@ class TrainState:
         self.clock, self.lock, self.step_start = PhaseClock(), StateLock(), StepStart(model)
         self.length, self.global_batch_size, self.num_epochs = length, global_batch_size, epochs
         self.last_step = total_steps(length, global_batch_size, epochs, max_steps)
-        self.plan: dict[str, Any] = {"last_step": self.last_step}
-        """of this start: a training function that has returned early is not entered again by the same"""
+        self.plan: dict[str, Any] = {"last_step": self.last_step}  # of this start: see `has_returned_early`
         if not model.training:  # as a whole; then that is no choice of layers
             model.train()
         modules = {"": model} | {name: one for name, one in self.extras.items() if isinstance(one, nn.Module)}
-        self.made_with_nan = {name: made_with_nan(one) for name, one in modules.items()}
-        """of the model ("") and the modules among the extras, by name: buffers that hold NaN by design"""
+        self.made_with_nan = {name: made_with_nan(one) for name, one in modules.items()}  # "" is the model
         self.modes = Modes(modules.values())
         self.kept = KeptStep(model, optimizer, self.extras.values(), scaler)
         self.is_step_open = self._is_updating = False  # whether a step has begun that is not committed
-        self.is_as_sent = True
-        """whether its optimizers have kept, bit by bit, what a peer has sent when it was taken over from one"""
+        self.is_as_sent = True  # whether its optimizers have kept, bit by bit, what was taken over from a peer
         self.before_update: Callable[[], None] = lambda: None
         """called before the optimizer's step; what it raises leaves the weights those of the last commit"""
         self.kept.updates.call_before_steps(self.begin_update)
@@ -220,8 +215,10 @@ class TrainState:
             "model": model,
             "optimizer": state_of(self.optimizer),
             "schedule": {
-                **{"name": self._schedule if isinstance(self._schedule, str) else None, "base_lrs": self._base_lrs},
-                **{"last_step": self.last_step, "plan": self.plan},
+                "name": self._schedule if isinstance(self._schedule, str) else None,
+                "base_lrs": self._base_lrs,
+                "last_step": self.last_step,
+                "plan": self.plan,
             },
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "extras": extras,

@@ -47,7 +47,7 @@ def look_here(
 ) -> WorkerFacts:
     """Everything that needs no other member; `address` is the IP address by which these reach this worker. Blocks for
     the data, the model and a snapshot, as a worker's start does; `config` and `launch` are those of such a worker."""
-    device, device_error = torch.device("cpu"), None
+    device, device_error, state_error, measured = torch.device("cpu"), None, None, None
     try:
         device = choose_device(config.device, launch.local_rank)
     except UsageError as error:
@@ -55,7 +55,6 @@ def look_here(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     gpu = describe_gpu(device)  # before anything of ours is on it
-    state_error, measured = None, None
     try:
         try_flags(config, launch)
         measured = measure_snapshot(config, device, directory, is_writer=launch.local_rank == 0)
