@@ -48,6 +48,8 @@ class Buffers:
                     self._counters.append(place)
                 else:
                     self._constants.append(place)
+        self._model, self._num_saves = model, 0
+        self._saved_names = _saved_names(model)
         self._averaged = [place for places in self._floats.values() for place in places]
         self._tensors: dict[_Place, Tensor] = {}
         self._flat: dict[torch.dtype, Tensor] = {}
@@ -63,6 +65,7 @@ class Buffers:
         return len(self._counters)
 
     def save(self) -> None:
+        self._num_saves += 1
         self._tensors = {place: place.get() for place in (*self._averaged, *self._counters, *self._constants)}
         self._flat = {dtype: self._concatenated(places) for dtype, places in self._floats.items()}
         self._values = [part for dtype, places in self._floats.items() for part in self._cut(self._flat[dtype], places)]
@@ -82,8 +85,15 @@ class Buffers:
         """What has changed since `save` in the float buffers, one flat tensor per data type.
 
         Raises:
-            UsageError: a buffer has changed in a way that cannot be averaged.
+            UsageError: a buffer has changed in a way that cannot be averaged, or is new.
         """
+        if self._num_saves == 1 and (new := sorted(_saved_names(self._model) - self._saved_names)):
+            # Nobody would put it back before the next micro-batch in this world, and all in the next one.
+            raise UsageError(
+                f"--reduction ordered: a forward pass made the buffer {new[0]}, which is none of the model that a "
+                "newcomer, or a restart, begins with: make it in the constructor (with persistent=False a cache may "
+                "be made at any time)"
+            )
         for place in self._averaged:
             now, before = place.get(), self._tensors[place]
             if now is not before and (now.shape != before.shape or now.dtype != before.dtype):
@@ -130,6 +140,15 @@ class Buffers:
         tensors = [self._tensors[place] for place in places]
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _saved_names(model: nn.Module) -> set[str]:
+    """Of the buffers that are in its state dict."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._buffers.keys() - module._non_persistent_buffers_set
+    }
 
 
 @dataclass(frozen=True, eq=False)

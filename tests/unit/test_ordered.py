@@ -463,6 +463,26 @@ def test_buffers_that_cannot_be_averaged_are_refused(change: Callable[[Owner], N
         run(Owner(change), [1, 1])
 
 
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_buffer_that_a_forward_pass_makes(*, is_saved: bool) -> None:
+    """Each micro-batch of a rank would find what the one before has left, until the next world begins. A cache may be
+    made: what is in no snapshot is taken for one."""
+
+    def make(module: Owner) -> None:
+        if not hasattr(module, "late"):
+            module.register_buffer("late", torch.zeros(2), persistent=is_saved)
+        module.late.add_(1 if is_saved else 0)
+
+    model = Owner(make)
+    if is_saved:
+        with pytest.raises(UsageError, match="a forward pass made the buffer late, which is none of the model that"):
+            run(model, [1, 1])
+        return
+    for _ in range(2):
+        run(model, [1, 1])
+    assert model.late.tolist() == [0.0, 0.0]
+
+
 def test_sync_batch_norm_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
     with pytest.raises(UsageError, match=r"layer 1 is a SyncBatchNorm.*--reduction fast"):
