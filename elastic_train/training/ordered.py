@@ -178,6 +178,8 @@ class OrderedReduction:
             self._push_leaf(stack, node, leaf)
             leaf = Leaf([None] * len(self._parameters))
         result = stack[0][1]
+        if not any(len(micro_batch.indices) for micro_batch, _ in micro_batches):
+            scale(torch.zeros((), device=self._device))  # a GradScaler, whose first step it is, begins here too
         flags = torch.tensor([*votes, *tally.is_used], dtype=torch.float64, device="cpu").to(self._device)
         message = torch.cat([tally.losses, flags, tally.counters])
         self._do(Activity.REDUCE)

@@ -463,6 +463,21 @@ def test_buffers_that_cannot_be_averaged_are_refused(change: Callable[[Owner], N
         run(Owner(change), [1, 1])
 
 
+def test_a_scaler_can_step_where_this_rank_has_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step of its process, which comes just before an epoch's last one, of fewer samples than ranks."""
+    model, scaler = nn.Linear(4, 2), torch.amp.GradScaler("cpu")
+    reduction = OrderedReduction(model, local_world(0, 2), CPU, 2)
+    monkeypatch.setattr(reduction, "_reduce", lambda _rows, message: message)
+    nothing = MicroBatch(0, 1, 0, np.zeros(0, dtype=np.int64), 1, is_last=True)
+    reduction.run([(nothing, None)], mean_output, scaler.scale, ())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.bias.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, scaler.get_scale())  # as the others' samples give
+    scaler.step(optimizer)
+    assert torch.equal(model.bias, before - 1)
+
+
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_a_buffer_that_a_forward_pass_makes(*, is_saved: bool) -> None:
     """Each micro-batch of a rank would find what the one before has left, until the next world begins. A cache may be
