@@ -333,7 +333,7 @@ def _what_trains_on(state: TrainState, max_steps: int | None) -> str:
     if state.step < state.plan["last_step"]:
         return (
             f"the training function had returned, before step {state.plan['last_step']}; another --epochs or "
-            "--max-steps, or another value of a flag of your own, enters it again"
+            "--max-steps, another value of a flag of your own, or a change of its file enters it again"
         )
     return f"a larger {'--max-steps' if max_steps == state.last_step else '--epochs'} trains on"
 

@@ -174,12 +174,13 @@ def find_world(earlier: EarlierRun, worker: Worker, differing: Iterable[str | No
 
 def _differing_code(worker: Worker, membership: Membership, program: Program) -> str | None:
     """What is to be said where the file of the task or of the training function is not what the node has that has
-    begun the job: flags, shapes and names are compared, the rest of what it does is not."""
+    begun the job: flags, shapes and names are compared, the rest of what it does is not. Notes that one in the plan."""
     mine = identify_code(program.train if program.loss is None else type(worker.task))
     if mine is None:
         return None
     path, digest = mine
     theirs = membership.agreed_once("code", digest)
+    worker.state.plan["code"] = theirs  # alike on all, whatever each has: they must come to one answer
     if theirs == digest:
         return None
     return (
