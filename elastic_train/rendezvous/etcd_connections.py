@@ -96,6 +96,8 @@ class Connections:
         """whether any member ever has: where certificates and password were good once, they may be being renewed"""
         self.has_written = False
         """whether etcd has answered a write of this process, as a full one does not"""
+        self.drawn_lease = 0
+        """number of a lease for an entry of this process, which may be granted by now; 0 where it has its entry"""
         self.num_requests = 0
         """attempts made so far, and bytes of the messages both ways: for measurements"""
         self.num_bytes = 0

@@ -26,7 +26,7 @@ from elastic_train.world import Address
 
 MIN_LEASE_SECONDS = 60.0
 MOST_PROBED = 16
-"""others of whom it is looked at the end who is dead; where there are more the entry is left to its lease"""
+"""others of whom it is looked at one time who is dead"""
 MOST_TURNS = 100
 """of others who open and end the job in the same moments"""
 MOST_BETWEEN = 15.0
@@ -63,7 +63,8 @@ def open_job(etcd: Etcd, settings: EtcdSettings, run_id: str, lease_seconds: flo
     """
     key = f"{settings.prefix}/{run_id}/job"
     lease_seconds = max(MIN_LEASE_SECONDS, 2 * settings.grace, lease_seconds)
-    lease = secrets.randbits(62) | 1  # one, however often a slow etcd is asked for it
+    # One, however often a slow etcd is asked for it, in this call or the next one.
+    lease = etcd.connections.drawn_lease = etcd.connections.drawn_lease or secrets.randbits(62) | 1
     for _ in range(MOST_TURNS):
         entry = etcd.get(key)
         if entry is None:
@@ -84,6 +85,7 @@ def open_job(etcd: Etcd, settings: EtcdSettings, run_id: str, lease_seconds: flo
             continue
         now = etcd.get(key)
         if now is not None and now.create_revision == entry.create_revision:
+            etcd.connections.drawn_lease = 0
             return job  # else the last one has taken it away meanwhile
     raise StoreUnreachable(f"no job can be opened under {key} in etcd: others come and go faster than it can be read")
 
@@ -121,8 +123,9 @@ def note_worker(store: EtcdStore, job: JobEntry, worker: str, address: Address) 
 def leave_job(
     etcd: Etcd, job: JobEntry, worker: str, probe_all: Callable[[Sequence[Address]], Sequence[Probe]]
 ) -> None:
-    """Cross a worker out; remove the job where no other is left but those at whose address nobody listens. Who lives
-    may have heard nothing of etcd for long; so an entry with one that does not answer is left to its lease.
+    """Cross a worker out, and others at whose address nobody listens, until one is met that lives; remove the job where
+    no other is left. Who lives may have heard nothing of etcd for long; so an entry with one that does not answer is
+    left to its lease.
 
     Raises:
         LeftOut: the entry was lost. Another one may have been created by the same revision, in a cluster that came
@@ -131,12 +134,16 @@ def leave_job(
     job.keep(etcd)
     noted = f"{job.prefix}/workers/"
     etcd.delete(noted + worker)
-    others, _ = etcd.below(noted)
-    if len(others) <= MOST_PROBED:
-        places = [json.loads(text_of(other) or "") for other in others]
-        for other, found in zip(others, probe_all([(host, port) for host, port in places]), strict=True):
-            if found is Probe.REFUSED:
-                etcd.delete(other.key)
+    others, is_anybody_there = etcd.below(noted)[0], False
+    others.sort(key=lambda other: (other.key < noted + worker, other.key))  # not all who leave look at the same ones
+    while others and not is_anybody_there:
+        looked_at, others = others[:MOST_PROBED], others[MOST_PROBED:]
+        places = [json.loads(text_of(other) or "") for other in looked_at]
+        found = probe_all([(host, port) for host, port in places])
+        gone = [other.key for other, answer in zip(looked_at, found, strict=True) if answer is Probe.REFUSED]
+        if gone:
+            etcd.transact(Transaction((), [etcd.delete_request(key) for key in gone]))
+        is_anybody_there = len(gone) < len(looked_at)
     delete_job(etcd, job, unless_below=(noted,))
 
 

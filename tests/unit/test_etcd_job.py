@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +11,15 @@ import pytest
 
 from elastic_train.errors import LeftOut
 from elastic_train.protocol.arbiter import MOVED_SECONDS
+from elastic_train.protocol.probes import Probe
 from elastic_train.rendezvous import etcd_job
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections
+from elastic_train.rendezvous.etcd_finder import EtcdFinder
 from elastic_train.rendezvous.etcd_job import JobEntry, NodeLease
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
-from elastic_train.rendezvous.etcd_store import Guard
+from elastic_train.rendezvous.etcd_store import EtcdStore, Guard
+from elastic_train.world import Address
 from tests.simulation.etcd import EtcdServer, Failed
 
 
@@ -39,12 +42,12 @@ class Near(Connections):
     def __init__(self) -> None:
         super().__init__(EtcdSettings(("etcd",), grace=60.0))
         self.now = 0.0
-        self.is_slow = False
+        self.is_slow = self.is_full = False
         self.granted: list[int] = []
         self.server = server = EtcdServer(SimpleNamespace(kernel=SimpleNamespace(now=0.0, after=lambda *_: None)))  # type: ignore[arg-type]
         self.clock, self.sleep = lambda: self.now, self._pass  # type: ignore[method-assign]
         self.kvstub = SimpleNamespace(
-            Range=self._stub(server.range), Txn=self._stub(server.txn), DeleteRange=self._stub(server.delete_range)
+            Range=self._stub(server.range), Txn=self._transact, DeleteRange=self._stub(server.delete_range)
         )
         keep_alive = self._stub(server.keep_alive)
         self.leasestub = SimpleNamespace(
@@ -64,6 +67,12 @@ class Near(Connections):
         self.granted.append(response.ID)
         return response
 
+    def _transact(self, request: Any, timeout: float = 0.0, metadata: object = None) -> Any:
+        if self.is_full:
+            self.now += timeout
+            raise Failed(grpc.StatusCode.DEADLINE_EXCEEDED, "never")
+        return self.server.txn(request)
+
     def _stub(self, answer: Callable[[Any], Any], *, is_slow: bool = False) -> Callable[..., Any]:
         def call(request: Any, timeout: float = 0.0, metadata: object = None) -> Any:
             found = answer(request)
@@ -82,6 +91,70 @@ def test_a_slow_etcd_is_left_with_one_lease_of_an_entry() -> None:
     etcd = Etcd(near, deadline=60.0)
     job = etcd_job.open_job(etcd, near.settings, "run", 86400.0)
     assert near.granted == [job.lease]
+
+
+def test_a_keeper_that_etcd_does_not_answer_for_long_draws_one_lease_of_a_day() -> None:
+    near, turns = Near(), list[Callable[[], None]]()
+    near.is_full = True
+
+    def repeat(_seconds: float, turn: Callable[[], None]) -> Callable[[float], None]:
+        turns.append(turn)
+        return lambda _timeout: None
+
+    told: list[str] = []
+    finder = EtcdFinder(
+        near, "run", uid="u", address=("h", 1), lease=60.0, check=lambda: None, log=told.append, warn=told.append,
+        earlier=lambda: [("h", 2)], repeat=repeat,
+    )  # fmt: skip
+    for _ in range(5):
+        turns[0]()
+    assert len(near.granted) == 1
+    near.is_full = False
+    turns[0]()
+    own: Any = finder._own
+    assert [near.granted[0], near.granted[-1]] == [own.job.lease, own.lease]
+    assert len(near.server._leases) == 2
+
+
+@pytest.mark.parametrize("num_dead", [3, 40, 500])
+@pytest.mark.parametrize("last", [Probe.REFUSED, Probe.ACCEPTED, Probe.SILENT])
+def test_the_last_worker_removes_the_entry_however_many_were_killed(num_dead: int, last: Probe) -> None:
+    near = Near()
+    etcd = Etcd(near, deadline=2.0)
+    job = etcd_job.open_job(etcd, near.settings, "run", 86400.0)
+    store = EtcdStore(etcd, lease=job.lease, guard=job.guard)
+    for number in range(num_dead):
+        etcd_job.note_worker(store, job, f"w{number:03}", ("h", number))
+    etcd_job.note_worker(store, job, "x", ("h", 1000))
+    looks: list[int] = []
+
+    def probe_all(places: Sequence[Address]) -> list[Probe]:
+        looks.append(len(places))
+        return [last if port == 1000 else Probe.REFUSED for _, port in places]
+
+    etcd_job.leave_job(etcd, job, "w000", probe_all)
+    assert max(looks) <= etcd_job.MOST_PROBED
+    left = {one.key.rpartition("/")[2] for one in etcd.below(f"{job.prefix}/workers/")[0]}
+    assert left == (set() if last is Probe.REFUSED else {"x"})
+    assert (etcd.get(job.guard.key) is None) == (last is Probe.REFUSED)
+
+
+def test_who_leaves_many_that_live_looks_at_some_of_them() -> None:
+    near = Near()
+    etcd = Etcd(near, deadline=2.0)
+    job = etcd_job.open_job(etcd, near.settings, "run", 86400.0)
+    store = EtcdStore(etcd, lease=job.lease, guard=job.guard)
+    for number in range(100):
+        etcd_job.note_worker(store, job, f"w{number:03}", ("h", number))
+    looked_at: list[int] = []
+
+    def probe_all(places: Sequence[Address]) -> list[Probe]:
+        looked_at.extend(port for _, port in places)
+        return [Probe.ACCEPTED for _ in places]
+
+    etcd_job.leave_job(etcd, job, "w090", probe_all)
+    assert looked_at == [*range(91, 100), *range(7)]
+    assert etcd.get(job.guard.key) is not None
 
 
 def test_who_leaves_a_lost_entry_leaves_the_next_one_alone() -> None:
