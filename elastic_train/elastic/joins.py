@@ -28,6 +28,7 @@ WHY_SECONDS = 1.0
 IN_QUEUE = "in the join queue: a job is running, whose members admit this node between two steps"
 SETTLE_SECONDS = 0.5
 """nodes that become ready within so short a time are admitted together"""
+ENTRY_MOVED = "the last world's claims were lost with the job's entry in etcd; now they count again"
 MOST_FAILED_PLANS = 2
 """in one world; then newcomers are admitted in the plain way, for which everybody stops"""
 
@@ -215,7 +216,7 @@ class Joins:
             self._has_said_now = True
             return NOW
         if plan is None:
-            return NOW if self._is_outlived() else 0
+            return NOW if self.why_outlived() is not None else 0
         is_stale = self._world is None or plan.parent != self._world.uid  # that world has ended otherwise
         if preparation is None or is_stale or (preparation.failure is not None and not preparation.is_decided):
             absent = () if preparation is None else preparation.absent
@@ -246,12 +247,13 @@ class Joins:
     @property
     def is_end_due(self) -> bool:
         """Whether the present world should end: newcomers are to be admitted in the plain way, or others go on."""
-        return bool(self._admits) or self._is_outlived()
+        return bool(self._admits) or self.why_outlived() is not None
 
-    def _is_outlived(self) -> bool:
-        """Whether the present world should end for no newcomer's sake: others go on, or its arbiter is elsewhere."""
+    def why_outlived(self) -> str | None:
+        """Why the present world should end for no newcomer's sake, for a person; None where it need not."""
         world = self._world
-        return self._is_superseded() or (world is not None and world.rank == 0 and self._job.place.has_moved(world.uid))
+        has_moved = world is not None and world.rank == 0 and self._job.place.has_moved(world.uid)
+        return "another side goes on" if self._is_superseded() else ENTRY_MOVED if has_moved else None
 
     def newcomers(self, world: World) -> tuple[Member, ...]:
         """Those whom the next world of `world` admits, where nothing is prepared for them."""

@@ -301,7 +301,7 @@ class Membership:
             self.job.release(world, decision)
             why = f": {watcher.reason}" if watcher.reason else ""
             raise LeftOut(f"the others went on as generation {decision.generation} without this worker{why}")
-        reason = watcher.reason or "; ".join(watcher.verdicts.values()) or None
+        reason = watcher.reason or "; ".join(watcher.verdicts.values()) or self.joins.why_outlived()
         self._enter(following, decision.facts, decision)
         return following, Change(
             lost=tuple(world.members[rank] for rank in decision.lost),

@@ -255,6 +255,8 @@ class SimParts:
         return found
 
     def begins(self, world: World, change: Change, _interruption: Any) -> None:
+        if change.reason is not None:
+            self._simulation.note(f"{self._worker} goes on, since {change.reason}")
         if self._deaths is not None:
             going_on = [one for one in world.members if one not in change.joined]
             self._dead_hosts = [*self._dead_hosts, *self._deaths.note(change.lost, going_on)]

@@ -342,6 +342,8 @@ def test_where_etcd_has_lost_the_entry_the_members_meet_in_a_new_one(faults: tup
     assert [len(told.members) for told in worlds] == [3, 3, 2, 1], simulation.describe()
     assert worlds[1].entered_at < 15.0
     assert all(told.commits for told in worlds)
+    told_by = [note[9:].partition("@")[0] for note in simulation.notes if "claims were lost" in note]
+    assert told_by == [worlds[0].members[0]], "rank 0 says why, and nobody joins"
 
 
 @pytest.mark.parametrize("faults", [OUTAGE, ((5.9, "empty_store"),)], ids=["an outage", "it comes back empty"])
