@@ -142,9 +142,9 @@ class Round:
         return [rank for rank in self.reachable if self.world.members[rank].uid in electors]
 
     def accepted(self, promises: Mapping[int, Register]) -> str | Denied | None:
-        """What this ballot goes on with, by rank of who has promised it; None where it is free. Denied where the place
-        alone knows."""
-        if self.needs_all and not self.is_lost and is_open(promises.values()):
+        """What this ballot goes on with; None where it is free. Denied where that is not known: a claim may stand."""
+        # Who has not answered may act on a claim.
+        if self.needs_all and (len(promises) < len(self.voters) or (not self.is_lost and is_open(promises.values()))):
             return Denied()
         return newest(promises.values())
 
@@ -274,12 +274,9 @@ class Ballots:
             return Denied()
         if round_.needs_votes and not may_go_on(worlds, uids(world, promises)):
             return self._elsewhere.denied(round_, missing_votes(worlds, uids(world, promises)))
-        if round_.needs_all and len(promises) < len(round_.voters):
-            return Denied()  # who has not answered may act on a claim
-        accepted = round_.accepted(promises)
-        if isinstance(accepted, Denied):
-            return accepted
-        chosen = accepted or proposal
+        chosen = round_.accepted(promises) or proposal
+        if isinstance(chosen, Denied):
+            return chosen
         members = uids(world, Decision.from_json(chosen).ranks)
         # A vote is no state: who has one is to be in it.
         if chosen is proposal and round_.needs_votes and not may_go_on(worlds, members):

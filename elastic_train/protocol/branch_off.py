@@ -25,7 +25,7 @@ class BranchRound(Round):
 
     def accepted(self, promises: Mapping[int, Register]) -> str | Denied | None:
         """Nothing that all were to accept, and this member has not. Denied where one has gone over meanwhile."""
-        if self.taken(promises):
+        if len(promises) < len(self.voters) or self.taken(promises):
             return Denied()
         mine = self.world.rank
         return newest([one for rank, one in promises.items() if rank == mine or one.vote is not Vote.ALL])
