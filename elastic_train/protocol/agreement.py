@@ -32,6 +32,7 @@ from elastic_train.rules import next_generation, next_members
 from elastic_train.world import Member, Reach, World, from_json, from_runs, to_json, to_runs, value_of
 
 if TYPE_CHECKING:
+    from elastic_train.protocol.contacts import Contacts
     from elastic_train.protocol.peers import PeerJob
 
 NUM_AWAITED = 3
@@ -153,13 +154,10 @@ class Agreement:
 
     Args:
         presence: what this member says of itself.
+        contacts: of this member, in `world`; who has given no sign of life just now is not asked, it would only wait.
         status: what is known of an old member.
-        is_heard: whether one has just given a sign of life; a call to another would only wait.
-        is_gone: whether one is gone for sure, whenever it died.
         newcomers: asked once, when this member proposes, for those to be admitted.
         draw_uid: names a world that nobody else has.
-        watched: ranks of which this member sees whether they live; the others by default.
-        watch_too: of these, too, from now on.
         witnesses: ranks that may prove the death of one that is gone, and that this member has not watched in time.
         is_early: whether what others say of this member may be of before: it was suspended, and has contact again.
         reach: told, as `proposed`, before the store is asked to decide, for the faults of drills.
@@ -170,25 +168,19 @@ class Agreement:
         job: PeerJob,
         world: World,
         presence: Presence,
+        contacts: Contacts,
         *,
         status: Callable[[int], Liveness],
-        is_heard: Callable[[int], bool],
-        is_gone: Callable[[int], bool],
         newcomers: Callable[[], Sequence[Member]],
         facts: Mapping[str, str],
         draw_uid: Callable[[], str],
-        watched: Callable[[], Collection[int]] | None = None,
-        watch_too: Callable[[Collection[int]], None] = lambda _ranks: None,
         witnesses: Callable[[int], Collection[int]] = lambda _rank: (),
         is_early: Callable[[], bool] = lambda: False,
         reach: Reach = lambda _point, _world: None,
     ) -> None:
-        others = [rank for rank in range(len(world.members)) if rank != world.rank]
-        self._watched, self._watch_too, self._witnesses = watched or (lambda: others), watch_too, witnesses
-        self._job, self._world, self._mine = job, world, presence
-        self._status, self._is_heard, self._is_gone = status, is_heard, is_gone
-        self._newcomers, self._facts, self._draw_uid = newcomers, facts, draw_uid
-        self._reach, self._is_early = reach, is_early
+        self._job, self._world, self._mine, self._contacts = job, world, presence, contacts
+        self._status, self._newcomers, self._facts, self._draw_uid = status, newcomers, facts, draw_uid
+        self._witnesses, self._reach, self._is_early = witnesses, reach, is_early
         self._present: dict[int, Presence] = {world.rank: presence}
         self._is_told = False
         self.asks_others = False
@@ -201,11 +193,14 @@ class Agreement:
             self._note_present([rank])
         return rank in self._present
 
+    def _is_heard(self, rank: int) -> bool:
+        return self._contacts.is_heard(self._world.members[rank])
+
     def look(self) -> Found:
         """Raises: StoreUnreachable; JobFailed where this member has heard that the job cannot go on."""
         job, world = self._job, self._world
         left = job.left(world)
-        found = {rank: self._status_of(rank, left) for rank in sorted(self._watched())}
+        found = {rank: self._status_of(rank, left) for rank in sorted(self._contacts.watched)}
         dead = tuple(world.members[rank].uid for rank, status in found.items() if status is Liveness.DEAD)
         unreachable = tuple(rank for rank in self._mine.unreachable if not self._is_heard(rank))  # contact may return
         self._say(replace(self._mine, dead=dead, unreachable=unreachable, lacks_place=job.place.is_silent))
@@ -226,12 +221,12 @@ class Agreement:
         lower = (rank for rank in lower if not self._leaves_it(rank))
         proposers = tuple(islice(lower, NUM_AWAITED))
         if proposers:
-            self._watch_too(proposers)
+            self._contacts.watch_too(proposers)
             if proposers[0] in asked:  # it may be a newcomer that nobody has told: this tells it
                 self._note_present(proposers[:1])
             return Wait(proposers[:1])
-        self._watch_too([rank for rank in range(len(world.members)) if rank != world.rank])
-        others = (rank for rank in range(len(world.members)) if rank != world.rank)
+        others = [rank for rank in range(len(world.members)) if rank != world.rank]
+        self._contacts.watch_too(others)
         return self._propose(left, {rank: self._status_of(rank, left, found) for rank in others})
 
     def _say(self, mine: Presence) -> None:
@@ -259,10 +254,10 @@ class Agreement:
         gone |= {uid for rank in side for uid in self._present[rank].dead}
         return gone - {self._world.members[rank].uid for rank in side}
 
-    def _ended(self, out: Mapping[str, bool], gone: Collection[str]) -> frozenset[str]:
-        """As `job.ended_holders`. `out`: dead members, and whether each is gone for sure; others may have a state."""
-        is_anybody_silent = any(uid not in gone and not is_gone for uid, is_gone in out.items())
-        return frozenset() if is_anybody_silent else self._job.ended_holders({*gone, *out})
+    def _ended(self, out: Sequence[Member], gone: Collection[str]) -> frozenset[str]:
+        """As `job.ended_holders`, where each of the members that are out is gone for sure; others may have a state."""
+        is_anybody_silent = any(one.uid not in gone and not self._contacts.is_gone(one) for one in out)
+        return frozenset() if is_anybody_silent else self._job.ended_holders({*gone, *(one.uid for one in out)})
 
     def _unproven(self, out: Collection[int], gone: Collection[str], side: Collection[int]) -> dict[int, set[int]]:
         """Dead members whose death is not proven yet, each with the members of this side that may soon prove it."""
@@ -290,7 +285,7 @@ class Agreement:
         if missed_by and self._is_early():
             return Wait(tuple(missed_by))
         newcomers = tuple(self._newcomers())
-        ended = self._ended({world.members[rank].uid: self._is_gone(rank) for rank in out}, gone)
+        ended = self._ended([world.members[rank] for rank in out], gone)
         seen = [self._present[rank].max_generation for rank in verdict.members]
         decision = Decision(
             generation=next_generation([*seen, world.generation, *(one.max_generation for one in newcomers)]),

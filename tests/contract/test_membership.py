@@ -60,13 +60,18 @@ def agreement(
     reach: Callable[[str, World], None] = lambda _point, _world: None,
     is_early: Callable[[], bool] = lambda: False,
 ) -> Agreement:
+    contacts: Any = SimpleNamespace(
+        watched={*range(len(world.members))} - {world.rank},
+        watch_too=lambda _ranks: None,
+        is_heard=lambda _member: True,
+        is_gone=lambda _member: False,
+    )
     return Agreement(
         job,
         world,
         Presence(world.generation),
+        contacts,
         status=lambda rank: status.get(rank, Liveness.ALIVE),
-        is_heard=lambda _rank: True,
-        is_gone=lambda _rank: False,
         newcomers=lambda: newcomers,
         facts={"token": "t"},
         draw_uid=form.draw_uid,
