@@ -24,7 +24,7 @@ from elastic_train.branches import BRANCH, POSITION, Branch, Branches, Position,
 from elastic_train.elastic.barriers import Barriers, Surroundings, Waits
 from elastic_train.elastic.formed_group import FormedGroup
 from elastic_train.elastic.joins import Arrival, Joins
-from elastic_train.elastic.next_world import Forming, Survivors
+from elastic_train.elastic.next_world import Survivors
 from elastic_train.errors import LeftOut, SecondJob, StoreUnreachable, Superseded
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.join_queue import Waiting
@@ -32,7 +32,7 @@ from elastic_train.protocol.known_worlds import SETTLED_REDUCTIONS
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.protocol.other_sides import SUPERSEDED, OtherSides
 from elastic_train.protocol.peers import PeerJob
-from elastic_train.rules import require_agreement
+from elastic_train.rules import require_agreement, seconds_to_form
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.version import PROTOCOL, VERSION
 from elastic_train.world import Member, World, from_json
@@ -143,7 +143,7 @@ class OwnSide:
 class Membership:
     """Created once per worker. Its methods are for the training thread; they block as they say.
 
-    Those who deal with one of its parts hold that: `arrival`, `joins`, `side`, `survivors`, `forming`, `barriers`.
+    Those who deal with one of its parts hold that: `arrival`, `joins`, `side`, `survivors`, `barriers`.
 
     Args:
         job: what the workers share.
@@ -195,8 +195,8 @@ class Membership:
         self._local_world_size, self._order = local_world_size, order
         self._clock, self._finish, self._group_store = surroundings.monotonic, surroundings.finish, group_store
         self._world: World | None = None
-        self._num_reductions = 0
-        self.forming = Forming()
+        self._num_reductions = self._num_unformed = 0
+        """in the present world; worlds of the same members before it, in a row, that had no step"""
         self.has_settled = False
         """whether a world with this worker in it was settled"""
         self.came_later = False
@@ -315,7 +315,8 @@ class Membership:
     def _enter(self, world: World, facts: Mapping[str, str], decision: Decision | None) -> None:
         self.job.enter(world, facts, decision)
         self.watcher.adopt(world)
-        self.forming.enter(world, has_stepped=self._num_reductions > 0)
+        is_again = self._world is not None and not self._num_reductions and self._world.uids == world.uids
+        self._num_unformed = self._num_unformed + 1 if is_again else 0
         self._world, self._num_reductions = world, 0
         self.side.enter(world)
         self.joins.enter(world)
@@ -333,7 +334,13 @@ class Membership:
         Raises:
             FormationFailed: rank 0 is dead.
         """
-        return PrefixStore(f"group/{world.key}", self._group_store(world, self.forming.timeout))
+        return PrefixStore(f"group/{world.key}", self._group_store(world, self.forming_timeout))
+
+    @property
+    def forming_timeout(self) -> timedelta:
+        """For the process group of the present world."""
+        assert self._world is not None, "it is in one"
+        return timedelta(seconds=seconds_to_form(self._world.world_size, self._num_unformed))
 
     # --- within a world -----------------------------------------------------------------------------------------------
 

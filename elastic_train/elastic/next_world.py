@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 
 from elastic_train.branches import Branches
 from elastic_train.elastic.barriers import Surroundings, Waits
@@ -16,7 +15,7 @@ from elastic_train.protocol.heartbeat import AwakeTime
 from elastic_train.protocol.join_queue import ready_nodes
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.protocol.peers import PeerJob
-from elastic_train.rules import Failure, seconds_to_form
+from elastic_train.rules import Failure
 from elastic_train.world import Member, World
 
 WHY_IT_WAITS = "why-it-waits"
@@ -256,8 +255,8 @@ class Survivors:
         agreement = Agreement(
             self._job,
             world,
-            contacts,
             Presence(world.generation, unreachable),
+            contacts,
             status=status,
             newcomers=lambda: self._newcomers(world),
             facts=self._job.facts.known,
@@ -290,23 +289,3 @@ class Survivors:
         if found.votes:
             return ", ".join(self._names(world, found.votes))
         return "rank " + ", ".join(map(str, found.ranks)) if found.ranks else "the others"
-
-
-class Forming:
-    """How long a process group may take to form. For the training thread alone."""
-
-    def __init__(self) -> None:
-        self._world: World | None = None
-        self._num_failed = 0
-        """worlds of the same members in a row that ended before their first step"""
-
-    def enter(self, world: World, *, has_stepped: bool) -> None:
-        """This worker is a member of `world` from now on, and has had steps in the one before, or none."""
-        is_again = self._world is not None and not has_stepped and self._world.uids == world.uids
-        self._world, self._num_failed = world, self._num_failed + 1 if is_again else 0
-
-    @property
-    def timeout(self) -> timedelta:
-        """For that of the present world."""
-        assert self._world is not None, "it is in one"
-        return timedelta(seconds=seconds_to_form(self._world.world_size, self._num_failed))

@@ -259,7 +259,7 @@ def _open_group(
     make_store = partial(membership.group_store, world)
     backend = common_backend(world.workers)
     return process_group(
-        world, make_store, backend, membership.sockets, timeout, formed, worker.device, membership.forming.timeout
+        world, make_store, backend, membership.sockets, timeout, formed, worker.device, membership.forming_timeout
     )
 
 

@@ -187,7 +187,7 @@ class SimParts:
             self._simulation.num_prepared += 1
         try:
             if formed is None:
-                group.form(self._membership.forming.timeout.total_seconds())
+                group.form(self._membership.forming_timeout.total_seconds())
             worker.activity = "trains"
             yield
         finally:

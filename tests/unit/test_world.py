@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import FrozenInstanceError, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from elastic_train.elastic.next_world import Forming
+from elastic_train.elastic.barriers import Surroundings
 from elastic_train.protocol.agreement import Decision
 from elastic_train.world import Member, World, from_json, to_json
+from tests.bare_membership import bare_membership
 
 
 def member(node: int, directory: int, local_rank: int = 0) -> Member:
@@ -99,10 +102,13 @@ def test_the_first_world_of_a_thousand_workers_fits_into_a_request_of_etcd() -> 
 
 
 def test_the_same_members_that_have_failed_to_form_a_group_may_take_longer_the_next_time() -> None:
-    members = tuple(replace(member(number, number), uid=f"uid{number}") for number in range(3))
-    forming, found, has_stepped = Forming(), [], False
+    members = tuple(replace(member(number, number), uid=f"uid{number}", store=("h", number)) for number in range(3))
+    job: Any = SimpleNamespace(enter=lambda *_: None, facts=SimpleNamespace(known={}))
+    watcher, found = SimpleNamespace(adopt=lambda _world: None), []
+    membership = bare_membership(job, members[0], watcher, surroundings=Surroundings())
     for inside, steps_then in [(3, False), (3, False), (3, False), (2, False), (2, True), (2, False)]:
-        forming.enter(World(0, len(found), members[:inside]), has_stepped=has_stepped)
-        found.append(round(forming.timeout.total_seconds()))
-        has_stepped = steps_then
+        membership._enter(World(0, len(found), members[:inside]), {}, None)
+        found.append(round(membership.forming_timeout.total_seconds()))
+        if steps_then:
+            membership.note_reduction()
     assert found == [1, 2, 4, 1, 2, 1], "until one is lost, or a group has stood"
