@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from tests.integration.cluster import (
     check_ledger,
     error_lines,
     events,
+    last_step,
     result,
     running,
+    wait_for_step,
     wait_until,
     worlds,
 )
-from tests.integration.test_in_place import BATCH, LENGTH, check_run
+from tests.integration.test_in_place import BATCH, ENDLESS, LENGTH, check_run, start_world
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -151,3 +154,44 @@ def test_without_a_snapshot_too_it_ends_in_one_line(cluster: Cluster) -> None:
     for node in nodes:
         [line] = error_lines(node)
         assert "states of 3 workers differ, without a majority, and no snapshot" in line
+
+
+# Its optimizer warms up by a count that its state does not have: a newcomer, which is given the state, begins it anew.
+COUNTS_BESIDE = """
+import torch
+from elastic_train.training.tasks import ImageClassification
+
+class Warming(torch.optim.SGD):
+    num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.num_steps += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad *= min(1.0, self.num_steps / 20)
+        return super().step(closure)
+
+class CountsBeside(ImageClassification):
+    def build_optimizer(self, model):
+        return Warming(model.parameters(), lr=0.01, momentum=0.9)
+"""
+
+
+def test_a_newcomer_that_does_not_do_as_the_others_is_told(cluster: Cluster) -> None:
+    """It has the state within its first step; in the second one it differs from those who gave it, and takes it again.
+    Three are there by then: two, who had it, are right."""
+    (cluster.path / "beside.py").write_text(COUNTS_BESIDE)
+    flags = ("--task", "beside:CountsBeside")
+    nodes = start_world(cluster, 2, *flags, steps=1000000, nnodes="2:4")
+    nodes += cluster.start(*ENDLESS, "--max-steps", "1000000", *flags)
+    wait_until(lambda: events(cluster.run_dir, "states_differ"), "comparison", 200)
+    wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+    told = [event for event in events(cluster.run_dir, "states_differ") if event.get("is_mended", True)]
+    newcomer = events(cluster.run_dir, "world")[-1]["members"][2]
+    assert {(tuple(event["wrong"]), event["has_majority"]) for event in told} == {((newcomer,), True)}
+    own = "this worker has not the weights or optimizer state that most have after step "
+    assert [own in node.text() for node in nodes] == [False, False, True]
+    for node in nodes:
+        node.signal(signal.SIGTERM)
+    cluster.finish(nodes, code=1)
+    assert not any("are not compared any more" in node.text() for node in nodes)
