@@ -69,6 +69,9 @@ def open_for_lock(path: Path) -> int:
     # read and write: NFS wants the first for a shared lock and the second for an exclusive one
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if path.parent.stat().st_mode & 0o022:
+            with contextlib.suppress(PermissionError):  # another user's, which can be written already
+                os.fchmod(fd, 0o666)  # NFS gives no exclusive lock on what can only be read, as a umask leaves it
     except PermissionError:
         if not path.exists():
             raise

@@ -240,6 +240,20 @@ def test_where_a_link_leads_later_is_another_jobs(tmp_path: Path) -> None:
         directory.ownership.release()
 
 
+@pytest.mark.parametrize(("folder", "file"), [(0o755, 0o644), (0o700, 0o644), (0o775, 0o666), (0o2770, 0o666)])
+def test_a_lock_file_in_a_folder_that_a_group_shares_can_be_locked_by_all_of_it(
+    folder: int, file: int, tmp_path: Path
+) -> None:
+    """Over NFS nobody gets an exclusive lock on a file that it can only read (flock(2))."""
+    tmp_path.chmod(folder)
+    before = os.umask(0o022)
+    try:
+        close_lock(open_for_lock(tmp_path / "lock"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == file
+
+
 def test_a_lock_file_of_another_user_is_locked_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder that a group shares; where there is none, that it cannot be made is the error."""
     (tmp_path / "there").touch()
