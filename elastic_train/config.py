@@ -214,9 +214,7 @@ class NodeFlags:
             if self.num_workers == 0 and (value := getattr(self, name)) is not None:
                 raise UsageError(f"{flag(name)} {value} is for DataLoader processes: give --num-workers, 1 at least")
         if self.run_dir is not None and IS_URL.match(str(self.run_dir)):
-            raise UsageError(
-                f"--run-dir {self.run_dir}: no URL works here, only a folder; --snapshot-dir takes one for snapshots"
-            )
+            raise UsageError(f"--run-dir {self.run_dir}: no URL works here, only a folder; --snapshot-dir takes one")
 
 
 @dataclass(frozen=True)
@@ -238,6 +236,8 @@ class Config(NodeFlags, JobFlags, PlaceFlags, StepFlags, TaskFlags):
         for entry in dataclasses.fields(self):
             if {"least", "is_positive"} & entry.metadata.keys():
                 check_number(flag(entry.name), getattr(self, entry.name), least=entry.metadata.get("least"))
+            if str(value := getattr(self, entry.name)).startswith("~"):
+                raise UsageError(f"{flag(entry.name)} {value}: the shell has left the ~ as it is: write $HOME for it")
         for scope in (TaskFlags, StepFlags, JobFlags, NodeFlags):
             scope.check(self)
         if self.reduction == "ordered" and self.global_batch_size % self.virtual_ranks:

@@ -50,6 +50,10 @@ BAD = [
     ("--momentum -0.1", "--momentum -0.1: must be at least 0"),
     ("--snapshot-dir s3://bucket/run --on-split go-on", "--on-split go-on: both sides of a split would write to one"),
     ("--run-dir gs://bucket", "--run-dir gs:/bucket: no URL works here, only a folder"),
+    *(
+        (f"{name}=~/mine", f"{name} ~/mine: the shell has left the ~ as it is: write $HOME for it")
+        for name in ("--run-dir", "--snapshot-dir", "--data-dir", "--init-from", "--snapshot-key")
+    ),
     ("--task=", "--task has no value: is a variable not set?"),
     ("--run-dir=", "--run-dir has no value: is a variable not set?"),
     ("--task", "--task has no value: is a variable not set?"),
