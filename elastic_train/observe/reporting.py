@@ -55,7 +55,7 @@ class Reporter:
         self._node_price = node_price
         self._state: TrainState | None = None
         """everybody's, in a world"""
-        self._wants_bar = wants_bar and sys.stderr.isatty()
+        self._wants_bar = wants_bar and sys.stderr is not None and sys.stderr.isatty()  # None: `2>&-`
         self._world: World | None = None
         self._bar: ProgressBar | None = None
         self._scalars: Scalars | None = None

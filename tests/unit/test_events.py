@@ -182,6 +182,20 @@ def test_a_terminal_that_has_gone_ends_nothing(
     assert [line["event"] for line in lines] == ["step", "warning"]
 
 
+def test_training_needs_no_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`2>&-` leaves Python without one."""
+    monkeypatch.setattr(sys, "stderr", None)
+    made = Reporter(
+        events=event_log(tmp_path / "events"), ledger=None, tensorboard_dir=tmp_path, wants_bar=True, debug=False
+    )
+    state = make_state(max_steps=1)
+    made.enter(World(0, 0, (member(0),)), state)
+    made.log("one")
+    made.warn("two")
+    made.leave()
+    made.close()
+
+
 def test_files_that_cannot_be_written_need_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "events").write_text("no folder")
     screen, terminal = pty.openpty()
