@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from elastic_train.elastic.barriers import Barriers
 from elastic_train.protocol import ballots, contacts, laws, peers
 from elastic_train.protocol.agreement import Decision, Denied
 from elastic_train.protocol.arbiter import ArbiterSilent, Arbitration, Claim, Claims
-from elastic_train.protocol.branch_off import BranchOff
+from elastic_train.protocol.branch_off import BranchOff, BranchRound
 from elastic_train.protocol.join_queue import Entrance
 from elastic_train.protocol.other_sides import OtherSides
 from elastic_train.protocol.store import Clients, KeyValueStore
@@ -168,12 +168,12 @@ def newer_claims_are_counted_too_early(patch: Patch) -> None:
 
 
 def a_branch_has_no_id(patch: Patch) -> None:
-    right = BranchOff._branch_without
+    right = BranchOff._branch_of
 
-    def branch_without(self: BranchOff, silent: Sequence[str], decision: Decision) -> Decision:
-        return replace(right(self, silent, decision), facts=decision.facts)
+    def branch_of(self: BranchOff, side: Collection[int], attempt: BranchRound, decision: Decision) -> Decision:
+        return replace(right(self, side, attempt, decision), facts=decision.facts)
 
-    patch.setattr(BranchOff, "_branch_without", branch_without)
+    patch.setattr(BranchOff, "_branch_of", branch_of)
 
 
 def branches_never_meet(patch: Patch) -> None:
