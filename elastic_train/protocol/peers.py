@@ -231,6 +231,8 @@ class PeerJob:
         if decision is not None:
             self._newcomers.message = self._newcomers.message_for(decision, self._world)
         self._known.enter(world, decision)
+        if world.is_spare:  # it is not among those who tell each other whether they see the place
+            self.place.note(world.uid, is_shared=None)
         before, self._world = self._world, world
         was_host, self._is_host_meanwhile = self._is_host_meanwhile, False
         invited, self._invited = self._invited, ()

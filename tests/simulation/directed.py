@@ -174,6 +174,12 @@ def halves_with_etcd() -> Plan:
     return replace(halves(), lease=60.0, recovers_at=8.0)
 
 
+def spare_with_votes_and_without_etcd(seed: int) -> Plan:
+    """Three train. The two nodes that have etcd go on by a claim; of the others only a spare has not asked it yet."""
+    faults = ((0.75, "partition", (1, 3), (0, 2, 4)), (1.25, "lose_store", (0, 2, 4)))
+    return replace(plan(5, *faults, recovers_at=13.2, seed=seed, max_world_size=3), lease=60.0)
+
+
 def halves_that_go_on() -> Plan:
     """Four in two halves, and both train on until they hear each other again."""
     faults = [(1.0, "partition", (0, 1), (2, 3)), (5.0 + 3 * TIMEOUT, "heal_all")]

@@ -329,6 +329,14 @@ def test_where_rank_0_alone_is_away_from_etcd_a_newcomer_finds_the_others() -> N
     assert float(entered[0][:8]) < 30.0, "rank 0 is still away"
 
 
+@pytest.mark.parametrize("seed", [1, 2, 194600465])
+def test_a_spare_decides_nothing_by_votes_alone_where_others_may_claim(seed: int) -> None:
+    """It has the votes, and does not know whether the members of its world see etcd."""
+    simulation = run(directed.spare_with_votes_and_without_etcd(seed))
+    assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
+    assert len(simulation.living) == 5
+
+
 OUTAGE = ((2.0, "lose_store", (0, 1, 2)), (10.0, "find_store", (0, 1, 2)))
 """longer than the entry lasts"""
 
