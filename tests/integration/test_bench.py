@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from elastic_train.errors import ElasticTrainError, SnapshotError
 from elastic_train.tools.audit.history import read_history
+from elastic_train.tools.bench import snapshot_cost
 from elastic_train.tools.bench.goodput_of_trace import NUM_NODES, Ours, Restarts, Torchft, Trace
 from elastic_train.tools.bench.goodput_of_trace import measure as measure_goodput
 from elastic_train.tools.bench.loop_speed import Effort, Launched, LoopCase, lower_bound, measure
@@ -26,6 +28,7 @@ from elastic_train.tools.bench.snapshot_cost import (
 from elastic_train.tools.bench.snapshot_cost import RIVALS as SAVING
 from elastic_train.tools.bench.snapshot_cost import rows_of as rows_of_snapshots
 from elastic_train.tools.bench.startup import measure_ours, rows_of
+from elastic_train.tools.drills.nodes import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -80,6 +83,15 @@ def test_a_save_of_ours_that_fails_is_none(tmp_path: Path) -> None:
     folder.touch()
     with pytest.raises(SnapshotError, match="cannot be written"):
         save_once(save, state, 1)
+
+
+def test_a_snapshot_is_written_where_python_passes_over_asserts(tmp_path: Path) -> None:
+    """PYTHONOPTIMIZE=1; it would be told as durable at once, as our time."""
+    names: dict[str, Any] = {"__name__": snapshot_cost.__name__}
+    exec(compile(Path(snapshot_cost.__file__).read_text(), "optimized", "exec", optimize=1), names)
+    state = {"model": {"weight": torch.ones(4)}}
+    wait_until(names["OurWriter"](tmp_path, state)(state, 1), "durable snapshot", 60.0)
+    assert [*tmp_path.rglob("state.pt")]
 
 
 def test_what_a_snapshot_costs_in_small() -> None:

@@ -154,7 +154,8 @@ class OurWriter:
 
     def __call__(self, state: dict[str, Any], step: int) -> Callable[[], bool]:
         position: dict[str, Any] = {"step": step, "epoch": 0, "samples_done": 0, "generation": 0, "world_size": 1}
-        assert self._writer.save_in_background(state, **position), "one at a time"
+        is_taken = self._writer.save_in_background(state, **position)
+        assert is_taken, "one at a time"
         return self._is_durable
 
     def _is_durable(self) -> bool:
