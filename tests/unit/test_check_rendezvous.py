@@ -32,12 +32,12 @@ def test_what_is_told(days: float | None, told: list[str]) -> None:
 def test_of_several_endpoints_one_is_enough() -> None:
     """The others' nodes may be gone, or still to come."""
     away, here = "nowhere.invalid:29400", f"localhost:{free_port()}"
-    found = look_at_endpoints([away, here])
+    found = look_at_endpoints([away, here], "run")
     assert found.is_usable
     (problem,), (note,) = found.problems, found.notes
     assert problem.what.startswith(f"{away} does not resolve")
     assert note.startswith(f"{here} ")
-    assert not look_at_endpoints([away]).is_usable
+    assert not look_at_endpoints([away], "run").is_usable
 
 
 def served_store() -> TCPStore:
@@ -48,7 +48,7 @@ def test_a_store_of_another_kind_is_no_endpoint(monkeypatch: pytest.MonkeyPatch)
     """Anybody's torchrun, which has the same port by default."""
     monkeypatch.setattr(endpoint, "STRANGER_SECONDS", 0.0)
     store = served_store()
-    found = look_at_endpoints([f"127.0.0.1:{store.port}"])
+    found = look_at_endpoints([f"127.0.0.1:{store.port}"], "run")
     assert not found.is_usable
     (problem,) = found.problems
     assert "is no rendezvous of elastic_train" in problem.what
@@ -65,5 +65,13 @@ def test_a_node_that_names_its_run_a_moment_after_it_listens_is_no_other_kind(mo
             store.set(HOLDER, "run")
 
     monkeypatch.setattr(endpoint, "reach_sign", reach_and_name)
-    found = look_at_endpoints([f"127.0.0.1:{store.port}"])
+    found = look_at_endpoints([f"127.0.0.1:{store.port}"], "run")
     assert (found.is_usable, found.problems) == (True, ())
+
+
+@pytest.mark.parametrize(("holder", "is_running"), [("run", True), ("run/check", False), ("another", False)])
+def test_whether_the_job_itself_is_there_is_seen(holder: str, is_running: bool) -> None:
+    store = served_store()
+    store.set(HOLDER, holder)
+    found = look_at_endpoints([f"127.0.0.1:{store.port}"], "run")
+    assert (found.is_usable, found.is_running) == (True, is_running)

@@ -163,6 +163,15 @@ def test_no_world_at_all() -> None:
     assert "rendezvous" in the_one(world_rules.world_is_the_one_asked_for(without), Level.BREAKS).do
 
 
+def test_a_node_that_is_looked_at_while_the_job_trains_is_looked_at_alone() -> None:
+    """Its check is no job of its own there: the endpoint is the job's."""
+    alone = Gathered(Wanted(nodes=2), (worker(0),), world_error="run id 'none' has h:1, and this is 'none/check'")
+    alone = with_worker(alone, 0, rendezvous=RendezvousFacts(is_running=True))
+    (found,) = world_rules.world_is_the_one_asked_for(alone)
+    assert (found.level, "looked at alone" in found.what) == (Level.SKIPPED, True)
+    assert is_passed(judge(alone))
+
+
 def test_workers_of_one_node_are_one_node() -> None:
     gathered = job(2, nodes=1)
     gathered = with_worker(gathered, 1, host="node0", machine="boot-0", local_rank=1)

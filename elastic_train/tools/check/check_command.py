@@ -178,9 +178,9 @@ def look_at_rendezvous(arguments: argparse.Namespace, launch: Launch) -> Rendezv
     if arguments.rdzv_backend == "etcd3":
         return look_at_etcd(etcd_settings(arguments, os.environ), f"{arguments.rdzv_id}/{OWN_ID}")
     if launch.c10d is not None:
-        return look_at_endpoints(launch.c10d.endpoints)
+        return look_at_endpoints(launch.c10d.endpoints, launch.run_id.removesuffix(f"/{OWN_ID}"))
     if arguments.rdzv_endpoint is not None:
-        return look_at_endpoints(parse_endpoints(arguments.rdzv_endpoint, "--rdzv-endpoint"))
+        return look_at_endpoints(parse_endpoints(arguments.rdzv_endpoint, "--rdzv-endpoint"), arguments.rdzv_id)
     return RendezvousFacts()
 
 

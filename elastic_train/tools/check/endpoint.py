@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from elastic_train.errors import StoreRefused, StoreUnreachable
 from elastic_train.protocol.addresses import split_endpoint
-from elastic_train.protocol.signposts import LOOK_SECONDS, STRANGER_SECONDS, Stranger, reach_sign
+from elastic_train.protocol.signposts import HOLDER, LOOK_SECONDS, STRANGER_SECONDS, Stranger, reach_sign
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
@@ -27,17 +27,22 @@ CHECK_ADDRESS = "check the address, the firewall, and whether it has started"
 SEE_PAGE = "deploy/etcd/README.md has TLS, users and roles"
 
 
-def look_at_endpoints(endpoints: Sequence[str]) -> RendezvousFacts:
-    """Those of c10d before the job. Of several a part may be missing: any one leads to a job that runs."""
-    found = [look_at_endpoint(endpoint) for endpoint in endpoints]
+def look_at_endpoints(endpoints: Sequence[str], run_id: str) -> RendezvousFacts:
+    """Those of c10d before the job. Of several a part may be missing: any one leads to a job that runs.
+
+    Args:
+        run_id: of the job.
+    """
+    found = [look_at_endpoint(endpoint, run_id) for endpoint in endpoints]
     return RendezvousFacts(
         tuple(problem for one in found for problem in one.problems),
         is_usable=any(one.is_usable for one in found),
         notes=tuple(note for one in found for note in one.notes),
+        is_running=any(one.is_running for one in found),
     )
 
 
-def look_at_endpoint(endpoint: str) -> RendezvousFacts:
+def look_at_endpoint(endpoint: str, run_id: str) -> RendezvousFacts:
     """Its name must resolve; whether somebody listens there already, is told."""
     try:
         host, port = split_endpoint(endpoint)
@@ -51,29 +56,28 @@ def look_at_endpoint(endpoint: str) -> RendezvousFacts:
         return RendezvousFacts(notes=(f"{where} answers; nobody listens there yet, as before the first node starts",))
     except OSError as error:
         return unusable(f"{where} does not answer: {error}", CHECK_ADDRESS)
-    if not _is_of_ours((host, port)):
+    holder = _holder_of((host, port))
+    if holder is None:
         return unusable(
             f"what listens at {where} is no rendezvous of elastic_train",
             "another program has that port: choose another --rdzv-endpoint",
         )
-    return RendezvousFacts(notes=(f"{where} answers as a rendezvous",))
+    return RendezvousFacts(notes=(f"{where} answers as a rendezvous",), is_running=holder == run_id)
 
 
-def _is_of_ours(address: Address) -> bool:
-    """Whether a job of ours answers at an address. Blocks for STRANGER_SECONDS where another program does: a node that
-    begins to serve it names its run a moment later."""
+def _holder_of(address: Address) -> str | None:
+    """The run id of the job of ours that answers at an address; None where none does. Blocks for STRANGER_SECONDS where
+    another program answers: a node that begins to serve it names its run a moment later."""
     deadline = time.monotonic() + STRANGER_SECONDS
     while True:
         try:
-            reach_sign(address)
+            return reach_sign(address).get(HOLDER)
         except Stranger:
             if time.monotonic() >= deadline:
-                return False
+                return None
             time.sleep(LOOK_SECONDS)
         except StoreUnreachable:
-            return False
-        else:
-            return True
+            return None
 
 
 def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:

@@ -40,6 +40,8 @@ class RendezvousFacts:
     notes: tuple[str, ...] = ()
     expiries: tuple[str, ...] = ()
     """of certificates that expire soon"""
+    is_running: bool = False
+    """whether the job itself answers there: it has begun"""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from elastic_train.tools.check.advice import (
     listing,
     matters,
     nodes_of,
+    skipped,
 )
 from elastic_train.tools.check.facts import ALL_REDUCE_BYTES, Gathered, Problem, WorkerFacts
 from elastic_train.wording import count, human_bytes
@@ -34,6 +35,8 @@ NOTABLE_SKEW_SECONDS = 1.0
 
 
 def world_is_the_one_asked_for(gathered: Gathered) -> list[Finding]:
+    if gathered.world_error is not None and any(worker.rendezvous.is_running for worker in gathered.workers):
+        return skipped("the world: the job has begun at its endpoint, and this node was looked at alone")
     if gathered.world_error is not None:
         has_store = all(worker.rendezvous.is_usable for worker in gathered.workers)
         return breaks(
