@@ -10,7 +10,7 @@ import shutil
 import socket
 import tempfile
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +66,6 @@ def look_here(
     notices_of, notice_seconds = notices_here(config.notices, os.environ) if launch.local_rank == 0 else ("", None)
     backend = choose_backend(device)
     own = interface_addresses()
-    first = {name: "" for _, name in socket.if_nameindex()} | dict(reversed(own))
     return WorkerFacts(
         host=host_name(),
         machine=BOOT_ID.read_text().strip() if BOOT_ID.exists() else platform.node(),
@@ -79,7 +78,7 @@ def look_here(
         has_hook=has_hook(),
         backend=backend,
         interface=next((name for name, found in own if found == address), None),
-        interfaces=tuple(f"{name}={found}" if found else name for name, found in first.items()),
+        interfaces=interfaces_told(own),
         wanted_interfaces=wanted_interfaces(os.environ),
         host_addresses=host_addresses(),
         num_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
@@ -127,6 +126,12 @@ def has_hook() -> bool:
     """Whether torchrun on this node would load our entry point."""
     entries = importlib.metadata.entry_points(group="torchrun.handlers")
     return any(entry.name == "elastic_train" for entry in entries)
+
+
+def interfaces_told(addresses: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """All of them, with the first address where they have any."""
+    first = {name: "" for _, name in socket.if_nameindex()} | dict(reversed(addresses))
+    return tuple(f"{name}={found}" if found else name for name, found in first.items())
 
 
 def wanted_interfaces(environ: Mapping[str, str]) -> dict[str, str]:
