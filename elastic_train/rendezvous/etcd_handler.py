@@ -142,15 +142,9 @@ class AgentSeconds:
 
 
 class AgentsHandler(RendezvousHandler):
-    """One agent's part in the rendezvous. `address`: by which the others reach it; None: that towards etcd."""
+    """One agent's part in the rendezvous."""
 
-    def __init__(
-        self,
-        parameters: RendezvousParameters,
-        settings: EtcdSettings,
-        seconds: AgentSeconds,
-        address: str | None = None,
-    ) -> None:
+    def __init__(self, parameters: RendezvousParameters, settings: EtcdSettings, seconds: AgentSeconds) -> None:
         self._parameters, self._settings, self._seconds = parameters, settings, seconds
         self._connections = Connections(settings)
         etcd = Etcd(self._connections, deadline=settings.grace)
@@ -161,7 +155,7 @@ class AgentsHandler(RendezvousHandler):
         prefix = self._prefix = self._job.prefix
         self._mirror = Mirror(etcd, f"{prefix}/")
         self._store = EtcdStore(etcd, lease=self._job.lease, guard=self._job.guard, mirror=self._mirror)
-        self._address = address or address_towards([*map(split_endpoint, settings.endpoints)], print)
+        self._address = parameters.local_addr or address_towards([*map(split_endpoint, settings.endpoints)], print)
         self._node = f"{self._address}-{uuid.uuid4().hex[:12]}"
         self._lease = NodeLease(self._store, self._job, self._node, self._address, seconds.lease)
         self._round = -1  # the newest one that this node is, or was, of
@@ -172,8 +166,9 @@ class AgentsHandler(RendezvousHandler):
         self._why_over: str | None = None
         self._is_ending = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="etcd-lease", daemon=True)
-        # torch calls it after no signal, for its own rendezvous would be closed for good
-        atexit.register(self.shutdown)
+        atexit.register(
+            self.shutdown
+        )  # torch calls it after no signal, for its own rendezvous would be closed for good
 
     # --- what torchrun calls ------------------------------------------------------------------------------------------
 

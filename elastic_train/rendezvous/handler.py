@@ -89,7 +89,8 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
                 join_timeout=read_seconds(conf, "join_timeout", JOIN_SECONDS),
                 read_timeout=read_seconds(conf, "read_timeout", READ_SECONDS),
             )
-            return AgentsHandler(parameters, settings, seconds, _given_address(parameters))
+            parameters.local_addr = _given_address(parameters)
+            return AgentsHandler(parameters, settings, seconds)
     except UsageError as error:
         _exit(error)
     return _workers_handler(parameters, f"in etcd at {','.join(settings.endpoints)}", SETTINGS_VARIABLE, settings)
