@@ -74,25 +74,25 @@ class Barriers:
             FormationFailed: one died, or has not come within the peer timeout.
         """
         self.wait_for_left_out(world)
-        limit = 2 * self._limits.peer_timeout
-        deadline = self._around.monotonic() + limit
-
-        def is_over(_missing: Sequence[int]) -> bool:
-            require_whole(self._watcher)
-            if self._around.monotonic() > deadline:
-                ranks = ", ".join(map(str, self._not_ready(world) or [0]))  # which has given up
-                raise FormationFailed(f"rank {ranks} did not come to the process group in {limit:.0f} s")
-            return False
-
         try:
-            self._meet_at_rank_0(world, "ready", is_over)
+            self._wait_at_rank_0(world)
         except StoreUnreachable as error:
             raise no_answer(world) from error
 
-    def _not_ready(self, world: World) -> list[int]:
-        """Ranks that have not come to the process group of `world`. Raises: StoreUnreachable."""
-        keys = [f"{world.key}/ready/{rank}" for rank in range(world.world_size)]
-        return [rank for rank, text in enumerate(self._job.world_store(world).get_many(keys)) if text is None]
+    def _wait_at_rank_0(self, world: World) -> None:
+        """Raises: as `wait_for_workers`; StoreUnreachable where rank 0 does not answer."""
+        clock, peer_timeout = self._around.monotonic, self._limits.peer_timeout
+        self._job.announcements.say_ready(world)
+        deadline = clock() + 2 * peer_timeout
+        while not self._job.announcements.are_ready(world):
+            require_whole(self._watcher)
+            if clock() > deadline:
+                ranks = ", ".join(map(str, self._job.announcements.not_ready(world)))
+                raise FormationFailed(f"rank {ranks} did not come to the process group in {2 * peer_timeout:.0f} s")
+            self._pause(world)
+
+    def _pause(self, world: World) -> None:
+        self._around.sleep(max(self._around.poll_seconds, world.world_size * READY_POLL_SECONDS))
 
     def wait_for_left_out(self, world: World) -> None:
         """Until those whom this world has left out have stopped (law 2)."""
@@ -104,7 +104,7 @@ class Barriers:
         """Whether a member that needs no more nodes, for its training is through, goes on in `world`, or has."""
         with suppress(StoreUnreachable):  # who lives is for the watcher to tell
             is_over = self._job.heard(world, "finished") is not None
-            return is_over or len(self._not_ready(world)) < world.world_size
+            return is_over or len(self._job.announcements.not_ready(world)) < world.world_size
         return False
 
     def stand_by(self, world: World) -> str | None:
@@ -190,7 +190,7 @@ class Barriers:
             missing = {one: rank for (one, rank), text in zip(missing.items(), found, strict=True) if text is None}
             if not missing or is_over(list(missing.values())):
                 break
-            self._around.sleep(max(self._around.poll_seconds, world.world_size * READY_POLL_SECONDS))
+            self._pause(world)
         if world.rank == 0:
             store.put(f"{key}/all", "")
 

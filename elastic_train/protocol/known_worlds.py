@@ -15,7 +15,7 @@ from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbitration
 from elastic_train.protocol.join_queue import Waiting, admitted_key
 from elastic_train.protocol.laws import Voters
-from elastic_train.protocol.store import Clients, KeyValueStore, OwnStore, append, scoped
+from elastic_train.protocol.store import Clients, KeyValueStore, OwnStore, append, entries, scoped
 from elastic_train.rules import agreeing, next_generation
 from elastic_train.world import Member, World, to_json, value_of
 
@@ -304,3 +304,16 @@ class Announcements:
                 store.create(scoped(world, name), text)
 
         self._clients.ask_each(world, range(len(world.members)), write)
+
+    def say_ready(self, world: World) -> None:
+        """This member is about to make the process group of `world`; each call counts. Raises: StoreUnreachable."""
+        append(self._clients.of_first(world), f"{world.key}/ready", str(world.rank))
+
+    def are_ready(self, world: World) -> bool:
+        """Whether all who train have said so. Raises: StoreUnreachable."""
+        return int(self._clients.of_rank(world, 0).get(f"{world.key}/ready/count") or 0) >= world.world_size
+
+    def not_ready(self, world: World) -> tuple[int, ...]:
+        """Ranks that have not, for a person. Raises: StoreUnreachable."""
+        ready = set(map(int, entries(self._clients.of_rank(world, 0), f"{world.key}/ready")))
+        return tuple(rank for rank in range(world.world_size) if rank not in ready)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import threading
@@ -298,45 +297,22 @@ def test_who_comes_back_does_not_wait_in_its_own_queue() -> None:
     assert [waiting.member.uid for waiting in jobs[1].queue()] == ["uid9"]
 
 
-def barriers_of(jobs: Sequence[PeerJob]) -> list[Barriers]:
-    """By a clock that no real time moves; a timeout of 10 s."""
-    now = itertools.count()
-    watcher: Any = SimpleNamespace(reason=None, thread=SimpleNamespace(check=lambda: None))
-    watcher.links = SimpleNamespace(answered=dict)
-    around = Surroundings(lambda: float(next(now)), lambda _seconds: None)
-    return [Barriers(job, watcher, Waits(10.0, 10.0, 10.0), around, lambda: None) for job in jobs]
-
-
-def come_to_the_group(job: PeerJob, world: World) -> None:
-    job.world_store(world).put(f"{world.key}/ready/{world.rank}", "")
-
-
-def test_who_does_not_come_to_the_process_group_is_named_by_all_who_have(form: Form) -> None:
+def test_who_is_ready_for_a_world_is_seen_by_those_who_are_not(form: Form) -> None:
     jobs, worlds = begin(form)
-    barriers = barriers_of(jobs)
-    come_to_the_group(jobs[1], worlds[1])
-    with pytest.raises(FormationFailed, match=r"^rank 0 did not come to the process group in 20 s$"):
-        barriers[2].wait_for_workers(worlds[2])
-    for rank in range(3):
-        barriers[rank].wait_for_workers(worlds[rank])
-
-
-def test_who_comes_when_rank_0_has_given_up_does_not_go_on(form: Form) -> None:
-    jobs, worlds = begin(form)
-    barriers = barriers_of(jobs)
-    for rank, missing in ((0, "1, 2"), (1, "2"), (2, "0")):
-        with pytest.raises(FormationFailed, match=rf"^rank {missing} did not come to the process group in 20 s$"):
-            barriers[rank].wait_for_workers(worlds[rank])
+    assert [job.announcements.not_ready(world) for job, world in zip(jobs, worlds, strict=True)] == [(0, 1, 2)] * 3
+    jobs[2].announcements.say_ready(worlds[2])
+    assert [job.announcements.not_ready(world) for job, world in zip(jobs, worlds, strict=True)] == [(0, 1)] * 3
 
 
 @pytest.mark.parametrize("says", ["nothing", "ready", "finished"])
 def test_a_world_is_begun_where_a_member_is_ready_for_it_or_has_finished(form: Form, says: str) -> None:
     jobs, worlds = begin(form)
     if says == "ready":
-        come_to_the_group(jobs[2], worlds[2])
+        jobs[2].announcements.say_ready(worlds[2])
     if says == "finished":
         jobs[2].announcements.announce(worlds[2], "finished", "{}")
-    barriers = barriers_of(jobs)
+    limits, nobody = Waits(10.0, 10.0, 10.0), cast("Any", None)
+    barriers = [Barriers(job, nobody, limits, Surroundings(), lambda: None) for job in jobs]
     found = [says != "nothing"] * 3
     assert eventually(form, lambda: [one.is_begun(world) for one, world in zip(barriers, worlds, strict=True)] == found)
 
@@ -356,7 +332,7 @@ def test_a_member_keeps_little_of_the_worlds_that_are_over(name: str, request: p
     past, sizes = [], []
     for number in range(24):
         for rank, (job, world) in enumerate(zip(jobs, worlds, strict=True)):
-            come_to_the_group(job, world)
+            job.announcements.say_ready(world)
             job.announcements.announce(world, f"left/{9 + rank}", "as if")
             for prefix in ("group", "ahead", "formed"):  # of gloo, and of a plan
                 job._own.put(f"{prefix}/{world.key}/{rank}", "x")

@@ -17,7 +17,7 @@ FOUND_BY: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Plan], s
     (planted.newcomers_vote_at_once, directed.voters_without_state, "a committed step is lost"),
     (planted.late_deaths_count, directed.late_proof, "no chain"),
     (planted.an_age_starts_at_acceptance, directed.accepted_late, "no chain"),
-    (planted.nobody_waits_for_the_left_out, lambda: directed.expelled_behind_its_back(1.2), "no chain"),
+    (planted.nobody_waits_for_the_left_out, lambda: directed.expelled_behind_its_back(1.14), "no chain"),
     (planted.it_waits_for_the_left_out_at_the_first_commit, lambda: directed.entered_and_frozen(1.1), "no chain"),
     (planted.both_halves_win_a_tie, directed.halves, "no chain"),
     (planted.a_listener_has_no_uid, directed.restarted_container, "ends with an error"),
