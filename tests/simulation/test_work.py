@@ -104,6 +104,14 @@ def test_the_host_of_the_endpoint_comes_back_while_the_others_compute(hosts: int
     assert failures_of(plan) == []
 
 
+@pytest.mark.parametrize("killed", range(3))
+def test_one_dies_among_steps_of_half_a_millisecond(killed: int) -> None:
+    """Beside which pings, looks at the clock, and the agreement are long."""
+    faults: tuple[Fault, ...] = ((0.5, "kill", killed),)
+    plan = Plan(1, (1,) * 3, faults, 1.0, min_nodes=1, stall_timeout=None, work=Work(step=0.0001))
+    assert failures_of(plan) == []
+
+
 @pytest.mark.parametrize("topology", [STANDARD, RING], ids=["dense", "sparse"])
 @pytest.mark.parametrize("busy", range(6))
 def test_whoever_is_busy_the_others_wait_for_it(busy: int, topology: Topology) -> None:
