@@ -38,7 +38,8 @@ def load(state: TrainState, loaded: Mapping[str, Any], source: str, *, is_peers:
         optimizer = {**loaded["optimizer"], "param_groups": groups}
         given = {**loaded, "extras": extras, "optimizer": optimizer}
         state.load_state_dict(given, is_peers=is_peers)
-        state.is_as_sent = not is_peers or is_as_given(state, given)  # a snapshot's all ranks take over alike
+        # A snapshot's all ranks take over alike.
+        state.kept.updates.is_as_sent = not is_peers or is_as_given(state, given)
     except ExtraNotLoaded as error:
         raise SnapshotError(
             f"{source} cannot be taken over: {error}; mend what it loads, or leave it out of extras, which is a warning"

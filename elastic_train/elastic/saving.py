@@ -249,7 +249,7 @@ class Saver:
                 task=worker.must_agree_with_snapshot(),
                 before_rename=self._check_before_visible,
                 key=worker.snapshot_key,
-                may_be_nan=worker.state.made_with_nan,
+                may_be_nan=worker.state.kept.made_with_nan,
             )
         return self._snapshots
 

@@ -53,7 +53,7 @@ class StateChecks:
             self._is_able = False
         if comparison.is_lost_in_loading:  # on every rank alike
             self._is_able = False
-            if not worker.state.is_as_sent:
+            if not worker.state.kept.updates.is_as_sent:
                 worker.reporter.warn(
                     f"the states of this job are not compared any more: {optimizer} changes its state when it is "
                     "loaded, so each step of this worker differs from the others' by rounding; mend its "

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from elastic_train.errors import UsageError
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.optimizers import parameters_beside, parameters_of, parts_of
-from elastic_train.training.ordered_buffers import make_writable
+from elastic_train.training.ordered_buffers import made_with_nan, make_writable
 from elastic_train.wording import count
 
 Buffers = dict[str, torch.Tensor | None]
@@ -36,10 +36,13 @@ class KeptStep:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        extras: Iterable[Any],
+        named_extras: Mapping[str, Any],
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        extras = tuple(extras)
+        extras = tuple(named_extras.values())
+        modules = {name: one for name, one in {"": model, **named_extras}.items() if isinstance(one, nn.Module)}
+        self.made_with_nan = {name: made_with_nan(one) for name, one in modules.items()}
+        """of the model ("") and the modules among the extras, by name: buffers that hold NaN by design"""
         self.buffers = KeptBuffers(model, extras)
         self.updates = KeptUpdates(model, optimizer, extras, self.buffers)
         # A scaler adapts its scale to the gradients, and after a broken reduction these differ between the ranks.
@@ -163,6 +166,8 @@ class KeptUpdates:
         """the copy of the last step, whose memory is used again"""
         self.are_kept = False
         """of the step in hand"""
+        self.is_as_sent = True
+        """whether the optimizers have kept, bit by bit, what a peer has sent where that was taken over"""
 
     def call_before_steps(self, hook: Callable[..., Arguments | None]) -> None:
         """As `Optimizer.register_step_pre_hook`, of each."""
@@ -325,18 +330,6 @@ def _as_given(loaded: Any, given: Any) -> Any:
     elif type(loaded) in (list, tuple) and type(given) in (list, tuple) and len(loaded) == len(given):
         return type(loaded)(map(_as_given, loaded, given))
     return loaded
-
-
-def made_with_nan(module: nn.Module) -> set[str]:
-    """Names of its buffers that hold NaN when it is made: it is there by design, while that in others is damage, as in
-    weights. Blocks, as `has_nan`."""
-    buffers = module.named_buffers(remove_duplicate=False)
-    return {name for name, buffer in buffers if not is_lazy(buffer) and has_nan(buffer)}
-
-
-def has_nan(tensor: torch.Tensor) -> bool:
-    """Whether one of its numbers is NaN. Blocks for the tensor's device."""
-    return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().sum())  # sparse has no any()
 
 
 def scalers_in(parts: Iterable[Any]) -> list[torch.amp.GradScaler]:

@@ -260,3 +260,15 @@ def _view_like(flat: Tensor, parameter: Tensor) -> Tensor:
         if parameter.is_contiguous(memory_format=memory_format):
             return start.as_strided(parameter.size(), parameter.stride())
     return start.view(parameter.size())
+
+
+def made_with_nan(module: nn.Module) -> set[str]:
+    """Names of its buffers that hold NaN when it is made: it is there by design, while that in others is damage, as in
+    weights. Blocks for the device."""
+    buffers = module.named_buffers(remove_duplicate=False)
+    return {name for name, buffer in buffers if not is_lazy(buffer) and _has_nan(buffer)}
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    """Whether one of its numbers is NaN. Blocks for the tensor's device."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().sum())  # sparse has no any()

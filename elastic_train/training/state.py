@@ -16,7 +16,7 @@ from elastic_train.errors import add_own_note
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.incidents import IncidentsText, incidents_of
-from elastic_train.training.kept import Arguments, KeptStep, load_extra, load_part, made_with_nan
+from elastic_train.training.kept import Arguments, KeptStep, load_extra, load_part
 from elastic_train.training.optimizers import parts_of, rate_of
 from elastic_train.training.ratings import Ratings
 from elastic_train.training.sampler import steps_per_epoch
@@ -83,7 +83,8 @@ class TrainState:
         self.last_loss: float | None = None
         self.last_commits: list[dict[str, Any]] = []
         """`step` events of the two newest commits, the newest last: who takes this state over may have to write them"""
-        self.test_metrics: dict[str, float] = {}  # of the newest evaluation, by name
+        self.test_metrics: dict[str, float] = {}
+        """of the newest evaluation, by name"""
         self.ratings = Ratings()
         self.incidents: list[dict[str, Any]] = []
         """what interrupted this run, over all of its restarts, each told once; the last entries of `result.json`"""
@@ -91,7 +92,8 @@ class TrainState:
         """of the newest evaluation; and where all were told to stop, and did: a start from there is no failure"""
         self.generation: int | None = None
         """of the world that it is trained in now; None until it is the run's, and its clock too"""
-        self.generations = 0  # worlds that this run has had
+        self.generations = 0
+        """worlds that this run has had"""
         self.branches: Branches = ()
         self.restarts: Branches = ()
         """where this run was split on the way to this state, and where it was begun again from a snapshot"""
@@ -103,12 +105,9 @@ class TrainState:
         self.plan: dict[str, Any] = {"last_step": self.last_step}  # of this start: see `has_returned_early`
         if not model.training:  # as a whole; then that is no choice of layers
             model.train()
-        modules = {"": model} | {name: one for name, one in self.extras.items() if isinstance(one, nn.Module)}
-        self.made_with_nan = {name: made_with_nan(one) for name, one in modules.items()}  # "" is the model
-        self.modes = Modes(modules.values())
-        self.kept = KeptStep(model, optimizer, self.extras.values(), scaler)
+        self.modes = Modes(one for one in (model, *self.extras.values()) if isinstance(one, nn.Module))
+        self.kept = KeptStep(model, optimizer, self.extras, scaler)
         self.is_step_open = self._is_updating = False  # whether a step has begun that is not committed
-        self.is_as_sent = True  # whether its optimizers have kept, bit by bit, what was taken over from a peer
         self.before_update: Callable[[], None] = lambda: None
         """called before the optimizer's step; what it raises leaves the weights those of the last commit"""
         self.kept.updates.call_before_steps(self.begin_update)

@@ -67,7 +67,7 @@ class StateComparison:
         """The state is hashed on a thread from now on, and must not change until `finish_hash`, but for the buffers."""
         if not self._is_able:
             return
-        if not self._state.is_as_sent:
+        if not self._state.kept.updates.is_as_sent:
             self._hash = CHANGED
             return
         try:

@@ -504,7 +504,7 @@ def test_buffers_that_are_made_with_nan_are_known_whatever_becomes_of_others() -
     extras = {"critic": nn.Sequential(model[1]), "rate": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
     state = TrainState(model, optimizer, length=8, global_batch_size=8, epochs=9, extras=extras)
     model[0].running_mean.fill_(math.nan)  # type: ignore[operator,union-attr]
-    assert state.made_with_nan == {"": {"1.fill", "1.graph"}, "critic": {"0.fill", "0.graph"}}
+    assert state.kept.made_with_nan == {"": {"1.fill", "1.graph"}, "critic": {"0.fill", "0.graph"}}
 
 
 class TestHash:

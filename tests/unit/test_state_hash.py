@@ -277,9 +277,9 @@ def test_what_an_optimizer_makes_of_what_it_is_given_is_seen_when_it_takes_it(
 
     given, taker = make().state_dict(), make()
     load(taker, deserialize_state(serialize_state(given), source="it"), "it")
-    assert taker.is_as_sent, "all read that snapshot alike"
+    assert taker.kept.updates.is_as_sent, "all read that snapshot alike"
     load(taker, deserialize_state(serialize_state(given), source="it"), "it", is_peers=True)
-    assert taker.is_as_sent == is_as_sent
+    assert taker.kept.updates.is_as_sent == is_as_sent
     assert compare(monkeypatch, [None], [1], taker).is_lost_in_loading != is_as_sent
 
 

@@ -339,7 +339,7 @@ def make_towers(loss: Callable[[nn.Module, nn.Module, Any], torch.Tensor]) -> tu
     task = Watched()
     loop, state, _ = make_loop(task, train)
     state.extras |= {"d": other, "d_optimizer": torch.optim.SGD(other.parameters(), lr=0.1)}
-    state.kept = KeptStep(state.model, state.optimizer, state.extras.values())
+    state.kept = KeptStep(state.model, state.optimizer, state.extras)
     return lambda: loop.run(WORLD, steps(task)), state, other
 
 
