@@ -37,7 +37,7 @@ from elastic_train.rules import Activity, Failure
 from elastic_train.runlog.goodput import Phase
 from elastic_train.stopping import StopSignal
 from elastic_train.training.collectives import GROUP_TIMEOUT, barrier
-from elastic_train.training.reduction import share_buffers
+from elastic_train.training.reduction import buffers_of_rank_0, take_buffers
 from elastic_train.training.state import TrainState
 from elastic_train.wording import main_metrics
 from elastic_train.world import World
@@ -318,14 +318,16 @@ def told(reporter: Reporter) -> Iterator[None]:
 
 def _take_buffers_of_rank_0(worker: Worker, world: World, membership: Membership) -> None:
     """All of a world end at this step, and each run directory's leader saves its own state: it is to be that of rank 0,
-    also where nothing was evaluated, or averaged weights were. Every rank calls it. Raises: as `share_buffers`."""
+    also where nothing was evaluated, or averaged weights were. Every rank calls it. Raises: as `buffers_of_rank_0`."""
     if world.world_size == 1 or worker.config.reduction == "ordered":  # they are the same on all ranks
         return
     state, check = worker.state, partial(membership.sockets.require_unbroken, worker.device)
     averaged = [state.averaged.model] if state.averaged else []
     extras = [extra for extra in state.extras.values() if isinstance(extra, nn.Module)]
-    for module in (state.model, *averaged, *extras):
-        share_buffers(module, check, saved_alone=True)
+    with state.lock.released():  # a late stop may save meanwhile, with this rank's own
+        received = [buffers_of_rank_0(one, check, saved_alone=True) for one in (state.model, *averaged, *extras)]
+    for one in received:
+        take_buffers(one)
 
 
 def _what_trains_on(state: TrainState, max_steps: int | None) -> str:

@@ -240,12 +240,24 @@ class FastReduction:
         return nullcontext()
 
 
-@torch.no_grad()
-def share_buffers(model: nn.Module, check: Callable[[], None] = lambda: None, *, saved_alone: bool = False) -> None:
-    """Give the dense buffers of rank 0 to every rank, all or none, in a message for each type of numbers; sparse ones
-    stay as they were made.
+Received = list[tuple[list[torch.Tensor], torch.Tensor]]
+"""buffers of one type of numbers, and what they are to be, flat"""
 
-    As DDP does before a forward pass, whose own wait may not end when a peer is lost.
+
+def share_buffers(model: nn.Module, check: Callable[[], None] = lambda: None) -> None:
+    """Give the dense buffers of rank 0 to every rank, all or none.
+
+    As DDP does before a forward pass, whose own wait may not end when a peer is lost. As `buffers_of_rank_0`.
+    """
+    take_buffers(buffers_of_rank_0(model, check))
+
+
+@torch.no_grad()
+def buffers_of_rank_0(
+    model: nn.Module, check: Callable[[], None] = lambda: None, *, saved_alone: bool = False
+) -> Received:
+    """What the dense buffers of this rank are to be, in a message for each type of numbers; sparse ones stay as they
+    were made. Nothing on rank 0. Blocks until it has come, and changes nothing.
 
     Args:
         check: raises where what has come is not to be used.
@@ -262,10 +274,15 @@ def share_buffers(model: nn.Module, check: Callable[[], None] = lambda: None, *,
     for (_, flat), work in zip(flats, works, strict=True):
         wait(work, flat)
     check()
-    if dist.get_rank() > 0:
-        for buffers, flat in flats:
-            for buffer, part in zip(buffers, torch.split(flat, [one.numel() for one in buffers]), strict=True):
-                buffer.data.copy_(part.view(buffer.shape))  # a graph may have saved it, and not need what it was
+    return flats if dist.get_rank() > 0 else []
+
+
+@torch.no_grad()
+def take_buffers(received: Received) -> None:
+    """Make them what has come."""
+    for buffers, flat in received:
+        for buffer, part in zip(buffers, torch.split(flat, [one.numel() for one in buffers]), strict=True):
+            buffer.data.copy_(part.view(buffer.shape))  # a graph may have saved it, and not need what it was
 
 
 def _by_type(buffers: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

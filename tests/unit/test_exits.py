@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from elastic_train.elastic import exits
 from elastic_train.elastic.exits import Exits
-from elastic_train.training import evaluation
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.state import TrainState
 from elastic_train.world import World
@@ -38,21 +37,23 @@ def make_exits(monkeypatch: pytest.MonkeyPatch, reduction: str) -> tuple[Exits, 
     def note(name: str) -> Callable[..., None]:
         return lambda *_arguments, **_options: done.append(name)
 
-    def fill(buffer: Tensor, source: int) -> None:
-        assert source == 0
+    def receive(module: nn.Module, check: Callable[[], None], *, saved_alone: bool) -> Any:
+        assert saved_alone
+        check()
         done.append("receive")
-        dtype = torch.int64 if buffer.numel() == 8 else torch.float32
-        buffer.view(dtype).fill_(OF_RANK_0)
+        assert state.lock.acquire(0.0), "a late stop can save meanwhile"
+        state.lock.give_back()
+        return [([buffer], torch.full_like(buffer, OF_RANK_0).reshape(-1)) for buffer in module.buffers()]
 
     def save(*_arguments: Any) -> None:
         raise Saved
 
     monkeypatch.setattr(exits, "barrier", note("barrier"))
-    monkeypatch.setattr(evaluation, "broadcast", fill)
+    monkeypatch.setattr(exits, "buffers_of_rank_0", receive)
     monkeypatch.setattr(exits, "set_group_timeout", note("timeout"))
     monkeypatch.setattr(exits, "save_together", save)
     worker: Any = SimpleNamespace(
-        state=state, config=SimpleNamespace(reduction=reduction), reporter=None,
+        state=state, config=SimpleNamespace(reduction=reduction), reporter=None, device=torch.device("cpu"),
         stop=SimpleNamespace(settle=note("settle")),
     )  # fmt: skip
     membership: Any = SimpleNamespace(

@@ -29,7 +29,14 @@ from elastic_train.elastic.session_steps import SessionSteps, StepInHand
 from elastic_train.errors import FormationFailed, StatesDiffer, UsageError
 from elastic_train.tools.bench.reduction_speed import local_world
 from elastic_train.training.kept import leave_no_trace
-from elastic_train.training.reduction import FastReduction, Share, StepTotals, share_buffers, zero_gradients
+from elastic_train.training.reduction import (
+    FastReduction,
+    Share,
+    StepTotals,
+    buffers_of_rank_0,
+    share_buffers,
+    zero_gradients,
+)
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
 from elastic_train.training.state_hash import StateComparison
@@ -594,7 +601,7 @@ def test_what_is_in_no_snapshot_is_shared_where_it_is_evaluated(
     monkeypatch.setattr(dist, "broadcast", lambda flat, *_arguments, **_options: sent.append(flat.numel()))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr("elastic_train.training.reduction.wait", lambda *_arguments: None)
-    share_buffers(model, saved_alone=saved_alone)
+    buffers_of_rank_0(model, saved_alone=saved_alone)
     assert sent == expected
 
 
