@@ -65,10 +65,10 @@ class StuckThread:
         if self._line is None or seconds < self._said_at:
             self._line = self._describe(world, seconds, limit)
             self._tell(self._line)
-            if self._is_inside():  # else whoever is outside would keep all waiting for ever, and none be to blame
-                self._own.turn_inside()
         elif seconds < self._said_at + AGAIN_SECONDS:
             return None
+        if self._is_inside():  # by now; else whoever is outside would keep all waiting for ever, and none be to blame
+            self._own.turn_inside()
         self._said_at = seconds
         return self._line  # the same again, so that who has it is not told twice
 

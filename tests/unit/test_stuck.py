@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_train.elastic.stuck import StuckThread, is_main_thread_in_collective, place_of_main_thread
+from elastic_train.elastic.stuck import AGAIN_SECONDS, StuckThread, is_main_thread_in_collective, place_of_main_thread
 from elastic_train.protocol.heartbeat import OwnHeartbeat, Pace
 from elastic_train.rules import Activity
 from elastic_train.world import World
@@ -154,6 +154,24 @@ def test_the_main_thread_is_seen_in_a_collective() -> None:
     dist.distributed_c10d._object_to_tensor(looking, torch.device("cpu"), None)  # as gather_object does first
     looking.__reduce__()
     assert looking.found == [True, False]
+
+
+def test_who_is_late_before_it_enters_a_collective_of_its_own_counts_as_in_it_from_then_on() -> None:
+    clock, said, place = Clock(), list[str](), {"is_inside": False}
+    own = OwnHeartbeat(Pace(10.0, stall_timeout=20.0), clock)
+    own.pace.note_step(0.1)
+    stuck = StuckThread(own, said.append, lambda _world: 0.0, lambda: "", lambda: place["is_inside"])
+    own.turn_to(Activity.COMPUTE)
+    clock.now += 21.0
+    stuck.look(OF_TWO)
+    place["is_inside"] = True
+    clock.now += AGAIN_SECONDS - 1.0
+    stuck.look(OF_TWO)
+    assert own.at()[0] is Activity.COMPUTE
+    clock.now += 1.0
+    stuck.look(OF_TWO)
+    assert own.at()[0] is Activity.REDUCE
+    assert len(settled(said)) == 1
 
 
 def test_who_waits_in_a_collective_of_its_own_counts_as_such_once_it_is_late() -> None:
