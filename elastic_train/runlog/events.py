@@ -69,6 +69,8 @@ class JsonLines:
         """Whether it is in the file."""
         data = line_of(line)
         with self._lock:
+            if line.get("event") == "done":  # there may be no later one
+                self._paused_until = -math.inf
             is_written = self._try(data)
             if self._tell is None:
                 return is_written

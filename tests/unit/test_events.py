@@ -391,6 +391,20 @@ def test_a_stale_handle_is_opened_anew(
     assert capsys.readouterr().err == ""
 
 
+def test_the_last_line_is_tried_though_the_mount_has_just_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be no later one, and what has become of the run is read from it."""
+    log = event_log(tmp_path / "events")
+    log.write("start")
+    log.enter(WORLD)
+    fail_once("write", errno.EIO, monkeypatch)
+    for event in ("step", "step", "done"):
+        log.write(event)
+    log.close()
+    assert [line["event"] for line in read_all(only_file(tmp_path / "events"))] == ["start", "done", "unwritten"]
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT, errno.EACCES])
 def test_a_failing_mount_is_left_alone_for_a_while_and_tried_again(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
