@@ -186,9 +186,10 @@ def find_cloud(address: tuple[str, int] = LINK_LOCAL, seconds: float = PROBE_SEC
             return GcpSource(address)
         if google.status != 200 and ask(address, MACHINE_PATH, AZURE, seconds=left()).status == 200:
             return AzureSource(address)
-        aws_token(address, left())
-    except TokenSilent:  # a server that answers, but for this: AWS's, and too many hops; it is asked on, and tells why
-        pass
+        for_token = left()
+        aws_token(address, for_token)
+    except TokenSilent:  # AWS's, and too many hops: it is asked on, and tells why; or one that is slow with everything
+        return AwsSource(address) if for_token > seconds / 2 else None
     except NoticeUnreadable:  # nobody is there, or nobody that we know
         return None
     return AwsSource(address)

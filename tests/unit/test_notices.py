@@ -315,6 +315,21 @@ def test_a_container_whose_answers_take_too_many_hops(known: Path) -> None:
         assert found.look() is None
 
 
+def test_a_slow_server_of_another_cloud_is_not_taken_for_that(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of the time for the last question says nothing."""
+    learn(known, **{"hop limit": 1})
+    with serving("nobody's", known) as server:
+        address = "127.0.0.1", server.server_port
+
+        def ask_late(*arguments: Any, **options: Any) -> Any:
+            if options.get("method") != "PUT":
+                time.sleep(0.12)
+            return ask(*arguments, **options)
+
+        monkeypatch.setattr("elastic_train.notices.clouds.ask", ask_late)
+        assert find_cloud(address) is None
+
+
 def test_nodes_that_are_taken_together_hear_of_it_before_one_leaves() -> None:
     for source in (AwsSource, GcpSource, AzureSource):
         assert source.poll_seconds < GRACE_SECONDS
