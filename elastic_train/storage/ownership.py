@@ -70,7 +70,7 @@ def open_for_lock(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         if path.parent.stat().st_mode & 0o022:
-            with contextlib.suppress(PermissionError):  # another user's, which can be written already
+            with contextlib.suppress(OSError):  # another user's, which can be written already; or no modes there
                 os.fchmod(fd, 0o666)  # NFS gives no exclusive lock on what can only be read, as a umask leaves it
     except PermissionError:
         if not path.exists():
