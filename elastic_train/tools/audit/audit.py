@@ -83,8 +83,8 @@ class Audit:
 
     @property
     def verdict(self) -> str:
-        """PASS or FAIL, and what it does not tell of."""
-        return ", ".join(["PASS" if self.passed else "FAIL", *self.unseen])
+        """In one word."""
+        return "PASS" if self.passed else "FAIL"
 
     @property
     def reasons(self) -> list[str]:
@@ -101,7 +101,7 @@ class Audit:
                 f"of {count(len(self.elsewhere), 'worker')} of this run ({some}) there is no file here: this tells of "
                 "a part of it; where nodes have run directories of their own, give all of them, RUN_DIR..."
             )
-        return notes
+        return [*notes, f"not looked at: {', '.join(self.unseen)}"] if self.unseen else notes
 
 
 def audit(run_dir: Path) -> Audit:

@@ -1,4 +1,4 @@
-"""Lines that workers could not write, for their disk was full: by their own word, once there was room again."""
+"""Lines that workers could not write, to a full disk or a failing mount: by their own word, once they could again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from elastic_train.runlog.reader import Line, dict_of, int_of
 
-NOT_WRITTEN = "not written: disk full"
+NOT_WRITTEN = "not written, by their workers' own word"
 
 
 class Unwritten:
