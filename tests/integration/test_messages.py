@@ -127,7 +127,6 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Nod
         path = cluster.path
         (path / "file").touch()
         (path / "broken.py").write_text(BROKEN_TASK)
-        (path / "photos" / "train").mkdir(parents=True)
 
         def as_worker(port: int) -> dict[str, str]:
             settings = C10dSettings((f"localhost:{port}",), 1, 4, last_call=2.0, join_timeout=3.0)
@@ -140,15 +139,12 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Nod
 
         cases: Cases = {
             "mnist": (("--dataset", "mnist", "--data-dir", "nowhere"), {}),
-            "imagefolder": (("--dataset", "imagefolder", "--data-dir", "photos"), {}),
             "run-dir": (("--run-dir", "file/run"), {}),
             "snapshot-dir": (("--snapshot-dir", "file"), {}),
-            "no-module": (("--task", "absent:Task"), {}),
             "no-class": (("--task", "broken:Brokn"), {}),
             "broken-task": (("--task", "broken:Broken"), {}),
             "wrong-summary": (("--task", "broken:Summed", "--epochs", "1"), {}),
             "debug": (("--run-dir", "file/run", "--debug"), {}),
-            "model": (("--model", "resnet81"), {}),
             "nothing-listens": (("--formation-timeout", "3"), in_a_fixed_world(free_port())),
             "rude-server": ((), as_worker(rude)),
             "mute-server": ((), as_worker(mute)),
@@ -164,13 +160,10 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Nod
     ("case", "code", "words"),
     [
         ("mnist", 1, ("nowhere", "--download", "--data-dir")),
-        ("imagefolder", 1, ("photos/test", "--data-dir")),
         ("run-dir", 1, ("file/run", "Not a directory", "--run-dir")),
         ("snapshot-dir", 1, ("file", "Not a directory", "--snapshot-dir")),
-        ("no-module", 2, ("--task absent:Task", "no module named absent")),
         ("no-class", 2, ("--task broken:Brokn", "did you mean Broken?")),
         ("wrong-summary", 2, ("Summed.summarize gave 'r2' as a str: it must be a number", "of step 1 is saved")),
-        ("model", 2, ("--model resnet81", "did you mean resnet")),
         ("nothing-listens", 1, ("localhost:", "MASTER_ADDR")),
         ("rude-server", 1, STRANGER),
         ("mute-server", 1, STRANGER),

@@ -321,15 +321,15 @@ def in_worlds(*sizes: int, steps: int = 4, **values: Any) -> list[Scenario]:
     return [Scenario(worlds=((size, steps),), **values) for size in sizes]
 
 
-CNN = in_worlds(1, 2, 3, 4, 5, steps=7)
-CHANGING = [Scenario(worlds=((4, 2), (3, 1), (1, 1), (2, 2), (5, 1)))]
+CNN = in_worlds(1, 2, 3, 4, steps=7)
+CHANGING = [Scenario(worlds=((4, 2), (3, 1), (1, 1), (2, 2), (3, 1)))]
 DYING = [Scenario(worlds=((4, 0),), dies=4)]
 QUICK = {
     "cnn": [*CNN, *CHANGING, *DYING],
-    "unused": in_worlds(1, 2, 3, 5, model="forked", optimizer="adamw"),
+    "unused": in_worlds(1, 2, 3, model="forked", optimizer="adamw"),
     "adamw": in_worlds(1, 3, 4, optimizer="adamw", virtual_ranks=12, clip=0.5),
     "bf16": in_worlds(1, 3, precision="bf16"),
-    "fp16": in_worlds(1, 2, 5, steps=7, precision="fp16"),
+    "fp16": in_worlds(1, 2, 3, steps=7, precision="fp16"),
     "resnet18": in_worlds(1, 3, steps=2, model="resnet18", batch=8, length=13),
 }
 SLOW = {

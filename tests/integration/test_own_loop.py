@@ -167,6 +167,7 @@ state = elastic_train.run(
 )
 print("back at step", state.step)
 """
+NOT_SAVED = "the optimizer has a scheduler of torch's, which is not saved"
 
 
 def start_script(cluster: Cluster, world_size: int, before_commit: str = "", *flags: str) -> list[Node]:
@@ -268,9 +269,12 @@ def test_a_peer_dies_between_the_optimizers_step_and_the_commit(cluster: Cluster
 
 
 def test_a_stop_that_comes_with_the_last_step_finishes(cluster: Cluster) -> None:
+    """And who gave no extras is told what that costs."""
     fault = "if training.state.step == training.state.last_step - 1: os.kill(os.getpid(), signal.SIGTERM)"
-    (node,) = start_script(cluster, 1, fault)
+    text = SCRIPT.replace('extras={"scheduler": scheduler}', "extras={}").replace("BEFORE_COMMIT", fault)
+    (node,) = start_workers(cluster, 1, text)
     cluster.finish([node])
+    assert NOT_SAVED in node.text()
     assert result(cluster.path / "run-1")["step"] == 35
     assert "back at step 35" in node.text(), "what follows run() in the script is run"
     assert outcomes(cluster.path / "run-1") == ["finished"]
@@ -955,6 +959,7 @@ def test_ranks_that_go_their_own_ways_are_told(cluster: Cluster, mistake: str) -
     """The code that is trained does it, so it would do it again: training goes on, and nobody takes it for right."""
     nodes = start_script(cluster, 2, mistake)
     cluster.finish(nodes)
+    assert not any(NOT_SAVED in node.text() for node in nodes), "it was given as one of the extras"
     line = "of 2 workers are not equal after step 35, and there is no majority"
     assert len([node for node in nodes if line in node.text()]) == 1
     assert any("; training by train() from scratch; " in node.text() for node in nodes), "the function's name"
@@ -963,16 +968,6 @@ def test_ranks_that_go_their_own_ways_are_told(cluster: Cluster, mistake: str) -
     assert (event["is_mended"], event["has_majority"], len(event["wrong"])) == (False, False, 2)
     found = audit(run_dir)
     assert found.reasons == ["state: the ranks' weights were not equal after step 35, and training went on"]
-
-
-@pytest.mark.parametrize(("extras", "is_told"), [
-    ("extras={}", True), pytest.param('extras={"scheduler": scheduler}', False, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_a_scheduler_that_is_not_saved_is_told(cluster: Cluster, extras: str, is_told: bool) -> None:
-    text = SCRIPT.replace('extras={"scheduler": scheduler}', extras).replace("BEFORE_COMMIT", "pass")
-    [node] = start_workers(cluster, 1, text)
-    cluster.finish([node])
-    assert ("the optimizer has a scheduler of torch's, which is not saved" in node.text()) is is_told
 
 
 GAN = """

@@ -96,6 +96,8 @@ def test_optimizer_schedule_collate_and_metrics_of_ones_own(cluster: Cluster) ->
     measured = result(cluster.run_dir)["test_metrics"]
     assert list(measured) == ["squared_margin"]
     assert f", test squared_margin {measured['squared_margin']:.4g}, " in node.text()
+    strange = [line for line in node.text().splitlines() if not line.startswith("elastic_train: ")]
+    assert strange == [], "imports without garbage collection leave no trace at the end"
 
 
 def test_an_error_in_a_users_module_shows_the_users_traceback_first(cluster: Cluster) -> None:

@@ -37,12 +37,6 @@ def test_a_node_imports_torch_and_hardly_anything_else(cluster: Cluster) -> None
     assert packages(imported(worker)) <= needed
 
 
-def test_imports_without_garbage_collection_leave_no_trace_at_the_end(cluster: Cluster) -> None:
-    node = cluster.start_alone("--max-steps", "2")
-    cluster.finish([node])
-    assert [line for line in node.text().splitlines() if not line.startswith("elastic_train: ")] == []
-
-
 def imported(log: str) -> set[str]:
     """What `-X importtime` tells of."""
     return set(re.findall(r"^import time: .*\| +(\S+)$", log, re.MULTILINE))
