@@ -380,11 +380,17 @@ def test_nothing_is_written_behind_a_guard_that_is_gone(etcd: Etcd) -> None:
 
 def test_all_workers_open_the_same_job(trio: OwnEtcd, etcd: Etcd) -> None:
     jobs: list[object] = []
-    threads = [threading.Thread(target=lambda: jobs.append(open_job(etcd, trio.settings(), "one"))) for _ in range(8)]
+    workers = [connect(trio.settings()) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda its: jobs.append(open_job(its, trio.settings(), "one")), args=(worker,))
+        for worker in workers
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
+    for worker in workers:
+        worker.connections.close()
     assert len(jobs) == 8
     assert len(set(jobs)) == 1
     delete_job(etcd, jobs[0])  # type: ignore[arg-type]
