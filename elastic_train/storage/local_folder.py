@@ -144,9 +144,12 @@ class LocalFolder:
         moment counts when one of its snapshots is whole, to the last byte. With several writers none removes what
         another counts on: more snapshots only push the border up, where the newest are."""
         self._verified.add(written)
+        host = _host_in(written)
+        if host is not None:  # of the writer before this one, too, which may have been killed while this one was there
+            self.remove_leftovers(host)
         try:
             of_run = self._readable(run_uid, key)
-            removable = [info for info in self._own(of_run, _host_in(written)) if info.name != written]
+            removable = [info for info in self._own(of_run, host) if info.name != written]
             for info in keep.expired(of_run, removable, partial(self._is_whole, key)):
                 self._remove(self._path / info.name)
         except (OSError, SnapshotError) as error:

@@ -629,6 +629,15 @@ def test_leftovers_of_dead_writers_of_this_host_are_removed(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
+def test_what_a_worker_leaves_that_is_killed_beside_this_one_goes_with_the_next_snapshot(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(DEADLINE)
+    (tmp_path / f".tmp-step-000000000001-gen-0000-node-a-{ended.pid}").mkdir()
+    save(writer, 2)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp-")] == []
+
+
 def test_a_new_writer_leaves_the_one_in_flight_alone(tmp_path: Path) -> None:
     entered, proceed = threading.Event(), threading.Event()
     waits = [entered.set, wait_for(proceed)]
