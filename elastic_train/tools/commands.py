@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,7 +199,10 @@ def export_snapshot(arguments: argparse.Namespace) -> int:
     if arguments.output is None and output.exists():
         raise UsageError(f"{output} is there already: say where to by --output, which replaces a file")
     info, state = _read_state(arguments, is_best=arguments.best)
-    weights = state.get("extras", {}).get("ema") if arguments.averaged else state["model"]
+    averaged = state.get("extras", {}).get("ema")
+    if not isinstance(averaged, Mapping) or averaged.keys() != state["model"].keys():  # an extra of that name
+        averaged = None
+    weights = averaged if arguments.averaged else state["model"]
     if weights is None:
         raise SnapshotError(f"{arguments.path} holds no averaged weights; --ema-decay keeps them")
     export_weights(typed_as(state["model"], weights), output, arguments.format)
@@ -207,8 +211,8 @@ def export_snapshot(arguments: argparse.Namespace) -> int:
     best = state.get("run", {}).get("ratings", {}).get("best")
     if arguments.best and best and best[0] != info.step:
         print(f"the best so far was {best[1]:.6g}, of step {best[0]}: no snapshot of it is kept (--keep-best)")
-    if not arguments.averaged and "ema" in state.get("extras", {}):
-        print("these are the weights that are trained; --averaged gives those of --ema-decay, which are evaluated")
+    if not arguments.averaged and averaged is not None:
+        print("these are the weights that are trained; --averaged gives those of the average `ema`")
     return 0
 
 

@@ -176,6 +176,18 @@ class TestSnapshotExport:
         )
         assert not output.exists()
 
+    def test_an_extra_that_is_called_so_and_has_other_names_is_none(
+        self, run_dir: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        writer = SnapshotWriter(run_dir / "snapshots", keep=9, host="node", run_uid="u", task={})
+        state = {"model": MODEL, "extras": {"ema": {"decay": 0.9, "shadow": MODEL}}}
+        writer.save(state, step=40, epoch=0, samples_done=40, generation=0, world_size=2)
+        output = run_dir / "weights.pt"
+        assert cli.main(["snapshot", "export", str(run_dir), "--averaged", "--output", str(output)]) == 1
+        assert "holds no averaged weights" in capsys.readouterr().err
+        assert cli.main(["snapshot", "export", str(run_dir), "--output", str(output)]) == 0
+        assert "--averaged" not in capsys.readouterr().out
+
     def test_what_the_format_has_no_place_for(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
         writer = SnapshotWriter(run_dir / "snapshots", keep=9, host="node", run_uid="u", task={})
         model = MODEL | {"layer._extra_state": {"scale": 2}}
