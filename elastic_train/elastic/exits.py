@@ -10,8 +10,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
-from torch import nn
-
 from elastic_train.branches import Position, describe, id_of, parting_step
 from elastic_train.elastic.connect import Return
 from elastic_train.elastic.membership import Membership
@@ -323,9 +321,10 @@ def _take_buffers_of_rank_0(worker: Worker, world: World, membership: Membership
         return
     state, check = worker.state, partial(membership.sockets.require_unbroken, worker.device)
     averaged = [state.averaged.model] if state.averaged else []
-    extras = [extra for extra in state.extras.values() if isinstance(extra, nn.Module)]
     with state.lock.released():  # a late stop may save meanwhile, with this rank's own
-        received = [buffers_of_rank_0(one, check, saved_alone=True) for one in (state.model, *averaged, *extras)]
+        received = [
+            buffers_of_rank_0(one, check, saved_alone=True) for one in (*state.kept.modules.values(), *averaged)
+        ]
     for one in received:
         take_buffers(one)
 

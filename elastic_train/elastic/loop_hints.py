@@ -72,7 +72,7 @@ class LoopHints:
             return
         if state.kept.updates.is_part(optimizer) and state.kept.updates.has_saved(optimizer):
             return
-        modules = [state.model, *(extra for extra in state.extras.values() if isinstance(extra, nn.Module))]
+        modules = [*state.kept.modules.values()]
         others = torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler | AveragedWeights
         is_known = any(optimizer is one for one in state.kept.updates.optimizers)
         if is_known:

@@ -160,10 +160,9 @@ class TrainedWeights:
 
 def _frozen(state: TrainState) -> dict[str, torch.Tensor]:
     """By name, parameters of the model and of modules among the extras."""
-    modules = {"": state.model} | {f"{name}.": one for name, one in state.extras.items() if isinstance(one, nn.Module)}
     return {
-        f"{place}{name}": parameter.detach()
-        for place, module in modules.items()
+        f"{place}.{name}" if place else name: parameter.detach()
+        for place, module in state.kept.modules.items()
         for name, parameter in module.named_parameters()
         if not parameter.requires_grad
     }

@@ -40,9 +40,10 @@ class KeptStep:
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         extras = tuple(named_extras.values())
-        modules = {name: one for name, one in {"": model, **named_extras}.items() if isinstance(one, nn.Module)}
-        self.made_with_nan = {name: made_with_nan(one) for name, one in modules.items()}
-        """of the model ("") and the modules among the extras, by name: buffers that hold NaN by design"""
+        self.modules = {name: one for name, one in {"": model, **named_extras}.items() if isinstance(one, nn.Module)}
+        """the model ("") and those among the extras, by name"""
+        self.made_with_nan = {name: made_with_nan(one) for name, one in self.modules.items()}
+        """of each the buffers that hold NaN by design"""
         self.buffers = KeptBuffers(model, extras)
         self.updates = KeptUpdates(model, optimizer, extras, self.buffers)
         # A scaler adapts its scale to the gradients, and after a broken reduction these differ between the ranks.

@@ -105,8 +105,8 @@ class TrainState:
         self.plan: dict[str, Any] = {"last_step": self.last_step}  # of this start: see `has_returned_early`
         if not model.training:  # as a whole; then that is no choice of layers
             model.train()
-        self.modes = Modes(one for one in (model, *self.extras.values()) if isinstance(one, nn.Module))
         self.kept = KeptStep(model, optimizer, self.extras, scaler)
+        self.modes = Modes(self.kept.modules.values())
         self.is_step_open = self._is_updating = False  # whether a step has begun that is not committed
         self.before_update: Callable[[], None] = lambda: None
         """called before the optimizer's step; what it raises leaves the weights those of the last commit"""

@@ -109,7 +109,7 @@ def drop_all_gradients(state: TrainState) -> None:
     updates, owned = state.kept.updates, state.kept.updates.owned
     for optimizer in updates.optimizers:
         drop_gradients(optimizer)
-    for module in (one for one in (state.model, *state.extras.values()) if isinstance(one, nn.Module)):
+    for module in state.kept.modules.values():
         for parameter in module.parameters():
             if id(parameter) not in owned:  # else it is its optimizer's, which may keep gradients in one piece
                 parameter.grad = None
