@@ -149,12 +149,13 @@ def process_stat(pid: int) -> tuple[str | None, str]:
             fields = file.read().rpartition(b")")[2].split()
         return fields[0].decode(), fields[19].decode()
     except (FileNotFoundError, ProcessLookupError):
-        return (None if os.path.isdir("/proc/self") and not _is_hidden(pid) else "?"), ""
+        return (None if os.path.isdir("/proc/self") and not is_there(pid) else "?"), ""
     except (OSError, IndexError):
         return "?", ""
 
 
-def _is_hidden(pid: int) -> bool:
+def is_there(pid: int) -> bool:
+    """Whether this machine has such a process, of whatever user; one that has ended, and is not waited for, too."""
     try:
         os.kill(pid, 0)
     except PermissionError:

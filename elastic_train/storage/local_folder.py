@@ -35,7 +35,7 @@ from elastic_train.storage.snapshot import (
     verify,
 )
 from elastic_train.storage.state_bytes import HashingFile, SnapshotFile
-from elastic_train.system import try_flock
+from elastic_train.system import is_there, try_flock
 
 _TEMPORARY_NAME = re.compile(r"\.tmp-(?:old-)?step-\d{12,}-gen-\d{4,}-(?P<host>.+)-(?P<pid>\d{1,9})")
 
@@ -93,7 +93,7 @@ class LocalFolder:
                 if match is None or match["host"] != host_in_name:
                     continue
                 path, pid = self._path / name, int(match["pid"])
-                if (path not in _IN_HAND if pid == os.getpid() else not _is_alive(pid)) and not _is_held(path):
+                if (path not in _IN_HAND if pid == os.getpid() else not is_there(pid)) and not _is_held(path):
                     shutil.rmtree(path, ignore_errors=True)
 
     def write(
@@ -230,16 +230,6 @@ def _host_in(name: str) -> str | None:
 def _on_disk(num_bytes: int) -> int:
     """In whole blocks, as most file systems have them."""
     return -(-num_bytes // 4096) * 4096
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _existing(path: Path, run_uid: str, key: bytes | None, warn: Callable[[str], None]) -> SnapshotFile | None:
