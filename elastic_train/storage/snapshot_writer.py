@@ -18,7 +18,7 @@ from elastic_train.storage.local_folder import LocalFolder
 from elastic_train.storage.retention import Retention
 from elastic_train.storage.shares import Fleet, shared_by
 from elastic_train.storage.snapshot import SnapshotFolder, SnapshotPlace, SnapshotResult, host_in_name, name_of
-from elastic_train.storage.state_bytes import MODEL_ALONE, HostBuffers, require_numbers, size_of, write_state
+from elastic_train.storage.state_bytes import NO_EXTRAS, HostBuffers, require_numbers, size_of, write_state
 from elastic_train.version import VERSION
 
 
@@ -59,7 +59,7 @@ class SnapshotWriter:
         task: Mapping[str, Any],
         before_rename: Callable[[], None] | None = None,
         key: bytes | None = None,
-        may_be_nan: Mapping[str, Collection[str]] = MODEL_ALONE,
+        may_be_nan: Mapping[str, Collection[str]] = NO_EXTRAS,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._keep = Retention(keep) if isinstance(keep, int) else keep

@@ -304,7 +304,8 @@ def size_of(state: dict[str, Any]) -> int:
     return counting.num_bytes
 
 
-MODEL_ALONE: Mapping[str, Collection[str]] = {"": ()}
+NO_EXTRAS: Mapping[str, Collection[str]] = {"": ()}
+"""for `require_numbers`: the model alone"""
 
 
 def require_numbers(state: Mapping[str, Any], step: int, may_be_nan: Mapping[str, Collection[str]]) -> None:
@@ -318,10 +319,8 @@ def require_numbers(state: Mapping[str, Any], step: int, may_be_nan: Mapping[str
     """
     import torch
 
-    extras = state.get("extras", {})
-    modules = {"": state.get("model")} | {f"{name}.": extras.get(name) for name in may_be_nan.keys() - {""}}
-    for place, module in modules.items():
-        expected = may_be_nan.get(place.removesuffix("."), ())
+    for of, expected in may_be_nan.items():
+        module, place = (state.get("extras", {}).get(of), f"{of}.") if of else (state.get("model"), "")
         for name, tensor in module.items() if isinstance(module, Mapping) else ():
             if name in expected or not isinstance(tensor, torch.Tensor):
                 continue
