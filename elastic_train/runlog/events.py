@@ -203,7 +203,7 @@ class EventLog:
             self._lines.write(self._start)
 
     def unwritten(self, lost: dict[str, Any]) -> bool:
-        """Lines of this worker are missing in a file, for the disk was full. Whether that is written down now."""
+        """Lines of this worker are missing in a file that could not be written to. Whether that is written down now."""
         return self.write("unwritten", **lost)
 
     def write(self, event: str, **fields: Any) -> bool:
