@@ -75,32 +75,17 @@ user_{user} = {secret} .admin
 use = egg:swift#s3api
 location = us-east-1
 
-[filter:catch_errors]
-use = egg:swift#catch_errors
-[filter:gatekeeper]
-use = egg:swift#gatekeeper
-[filter:healthcheck]
-use = egg:swift#healthcheck
-[filter:bulk]
-use = egg:swift#bulk
-[filter:slo]
-use = egg:swift#slo
-[filter:dlo]
-use = egg:swift#dlo
-"""
-
-
-def python_of_swift() -> str | None:
-    """The interpreter that has Swift; None where its programs are not on the PATH."""
-    program = shutil.which("swift-proxy-server")
-    return None if program is None else str(Path(program).resolve().with_name("python3"))
+{plain}"""
+PLAIN = "catch_errors gatekeeper healthcheck bulk slo dlo"
+"""filters that need no settings"""
 
 
 @contextlib.contextmanager
 def swift_server(address: str, port: int, access_key: str, secret: str) -> Iterator[str]:
     """The endpoint of a Swift of this process, with one account, on a disk of its own; `access_key` is ACCOUNT:USER."""
-    python = python_of_swift()
-    assert python is not None, "swift-proxy-server is not on the PATH: `pip install swift` in an environment of its own"
+    program = shutil.which("swift-proxy-server")
+    assert program is not None, "it is not on the PATH: `pip install swift` in an environment of its own"
+    python = str(Path(program).resolve().with_name("python3"))
     with tempfile.TemporaryDirectory() as path, contextlib.ExitStack() as running:
         directory = Path(path)
         (directory / "disk").mkdir()
@@ -112,7 +97,8 @@ def swift_server(address: str, port: int, access_key: str, secret: str) -> Itera
             text = STORAGE.format(port=its_port, directory=directory, name=name)
             (directory / f"{modules[name]}.conf").write_text(text)
         user = access_key.replace(":", "_")
-        text = PROXY.format(address=address, port=proxy, directory=directory, user=user, secret=secret)
+        plain = "".join(f"[filter:{name}]\nuse = egg:swift#{name}\n" for name in PLAIN.split())
+        text = PROXY.format(address=address, port=proxy, directory=directory, user=user, secret=secret, plain=plain)
         (directory / "proxy.conf").write_text(text)
         subprocess.run([python, "-c", RINGS, path, *map(str, ports.values())], check=True)
         for module in (*modules.values(), "proxy"):
