@@ -8,6 +8,14 @@ from tests.integration.test_in_place import check_run, rank_of, start_world
 FLAGS = ("--reduction", "ordered")
 
 
+def wait_for_steps_in(cluster: Cluster, generation: int) -> None:
+    """Until all of that world have committed steps, and so know what has led to it."""
+    wait_until(
+        lambda: sum(event["generation"] == generation for event in events(cluster.run_dir, "step")) > 2,
+        f"steps of generation {generation}",
+    )
+
+
 def test_kills_and_a_join_leave_the_bits_of_the_undisturbed_run(cluster: Cluster) -> None:
     steps = 500
     nodes = start_world(cluster, 3, *FLAGS, steps=steps)
@@ -16,12 +24,11 @@ def test_kills_and_a_join_leave_the_bits_of_the_undisturbed_run(cluster: Cluster
     wait_until(lambda: any(e["world_size"] == 2 for e in events(cluster.run_dir, "world")), "world of 2", 20)
     joined = cluster.start("--epochs", "1000", "--ledger", "--eval-every", "1000", "--peer-timeout", "2",
                            "--max-steps", str(steps), *FLAGS)  # fmt: skip
-    wait_until(
-        lambda: any(e["generation"] > 1 and e["world_size"] == 3 for e in events(cluster.run_dir, "world")), "join"
-    )
+    wait_for_steps_in(cluster, 2)
+    assert worlds(cluster.run_dir)[-1] == (2, 3)
     for generation, node in enumerate((node for node in nodes if node is not victim), 3):
         node.kill()
-        wait_until(lambda number=generation: worlds(cluster.run_dir)[-1][0] == number, "the others' world", 20)
+        wait_for_steps_in(cluster, generation)
     cluster.finish(joined)
     end = check_run(cluster, steps)
 
