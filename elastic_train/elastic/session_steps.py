@@ -125,10 +125,10 @@ class SessionSteps:
         return self.in_hand
 
     def require_committed(self) -> None:
-        """Raises: UsageError where a step is in hand. FormationFailed where a peer was lost, perhaps in that step, and
-        the function goes on all the same: a loop may catch all errors, to leave a bad batch out."""
-        require_sound()
+        """Raises: UsageError where a step is in hand. FormationFailed where a peer was lost in it, and the function
+        goes on all the same: a loop may catch all errors, to leave a bad batch out."""
         if self.in_hand is not None:
+            require_sound()
             raise UsageError(
                 f"step {self._worker.state.step + 1} ended without training.commit(loss): call it after the "
                 "optimizer's step. (training.batches() is for training alone: a validation reads a DataLoader of its "
@@ -262,7 +262,7 @@ class SessionSteps:
         Args:
             looks: for an abort of NCCL's, which tells nobody whose own collective since the commit it has ended.
 
-        Raises: as `require_committed`. FormationFailed: there was one.
+        Raises: as `require_committed`. FormationFailed: there was one, or a peer was lost in another way.
         """
         self.require_committed()
         if looks and self._is_own_code:
@@ -270,6 +270,7 @@ class SessionSteps:
                 pass
         self._worker.state.lock.hold()
         self._is_after_epoch = False
+        require_sound()
 
     def let_go_between(self) -> None:
         """The user's own code is outside of a step: what it does not step itself can be saved."""

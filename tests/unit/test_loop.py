@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -468,6 +469,28 @@ def test_a_loop_that_catches_the_error_of_a_lost_peer_is_not_the_one_that_has_fa
     assert state.step == 0
     assert not loop.was_applied
     torch.testing.assert_close(dict(state.model.state_dict()), dict(weights), rtol=0, atol=0)
+
+
+def test_what_follows_an_epoch_is_done_where_a_peer_is_lost_in_its_last_commit() -> None:
+    """The step counts, so the next world does not come by that code (a scheduler's step) again."""
+    done = []
+
+    def train(training: Any) -> None:
+        for epoch in training.epochs():
+            for _ in training.batches():
+                training.optimizer.step()
+                if training.state.step == 1:
+                    with suppress(RuntimeError):  # as the sums of a commit
+                        lose_peer()
+                training.commit(0.0)
+            done.append(epoch)
+
+    loop, state, told = make_loop(Watched(), train)
+    state.last_step = 4
+    with broken_off_by(LostPeer()), pytest.raises(FormationFailed):  # type: ignore[arg-type]
+        loop.run(WORLD, steps(Watched()))
+    assert (done, state.step, state.epoch) == ([0], 2, 1)
+    assert not [line for line in told if line.startswith("warning")]
 
 
 @pytest.mark.parametrize("error", [ValueError("a bad batch"), UsageError("of its use")])
