@@ -21,6 +21,11 @@ from elastic_train.errors import StoreUnreachable, first_line
 from elastic_train.system import copy_of_socket, open_sockets
 from elastic_train.world import Address, Member, World
 
+NO_VALUE = "\0none"
+"""what stands for a key that does not exist, and for no value of any"""
+FEW_KEYS = 3
+"""that are asked for one by one"""
+
 
 class SharedStore(Protocol):
     """What the members of a world share while it stands."""
@@ -29,7 +34,7 @@ class SharedStore(Protocol):
         """The value, None where there is none."""
 
     def get_many(self, keys: Sequence[str]) -> list[str | None]:
-        """The values of several keys, in one round trip where all of them exist."""
+        """The values of several keys, in two round trips where all of them exist."""
 
     def put(self, key: str, value: str) -> None:
         """Set a value, acknowledged."""
@@ -87,15 +92,14 @@ class TorchStore:
         return self._raw
 
     def get(self, key: str) -> str | None:
-        return self.get_many([key])[0]
+        with self._answered() as store:
+            return _value_of(store, key)
 
     def get_many(self, keys: Sequence[str]) -> list[str | None]:
-        if not keys:
-            return []
         with self._answered() as store:
-            if store.check(list(keys)):
+            if len(keys) > FEW_KEYS and store.check(list(keys)):
                 return [value.decode() for value in store.multi_get(list(keys))]
-            return [store.get(key).decode() if store.check([key]) else None for key in keys]
+            return [_value_of(store, key) for key in keys]
 
     def put(self, key: str, value: str) -> None:
         with self._answered() as store:
@@ -132,6 +136,13 @@ class TorchStore:
             if isinstance(self._raw, TCPStore):
                 self._why_lost = why
             raise StoreUnreachable(why) from error
+
+
+def _value_of(store: Store, key: str) -> str | None:
+    """In one round trip: `get` waits for a key that another one has deleted since it was looked for. A key that does
+    not exist is not set where another value than "" is expected of it, which comes back then."""
+    value = store.compare_set(key, NO_VALUE, NO_VALUE).decode()
+    return None if value == NO_VALUE else str(value)
 
 
 def limit_socket_waits(port: int, timeout: timedelta) -> None:

@@ -337,6 +337,25 @@ def test_what_was_read_and_deleted_at_once_was_put(tcp_server: TCPStore) -> None
     assert store.get("queue/1") is None
 
 
+class DeletedMeanwhile(TCPStore):
+    """Another member deletes a key as soon as somebody has found out that it is there."""
+
+    def check(self, keys: list[str]) -> bool:
+        is_there = super().check(keys)
+        for key in keys:
+            self.delete_key(key)
+        return is_there
+
+
+def test_a_key_that_is_deleted_while_it_is_asked_for_is_not_waited_for(tcp_server: TCPStore) -> None:
+    raw = DeletedMeanwhile("127.0.0.1", tcp_server.port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+    store = TorchStore(raw, TIMEOUT)
+    raw.set("position", "1")
+    assert store.get("position") in ("1", None)
+    raw.set("position", "1")
+    assert store.get_many(["position", "missing"])[1] is None
+
+
 def test_a_late_reply_is_never_taken_for_that_of_another_call(server: Server) -> None:
     client = tcp_client(server.port)
     client.put("a", "value of a")
