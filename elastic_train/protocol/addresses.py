@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import fcntl
 import ipaddress
+import math
 import os
 import re
 import socket
@@ -24,6 +25,8 @@ NOBODY, NOBODY_V6 = "192.0.2.1", "2001:db8::1"
 """for documentation alone: TEST-NET-1 (RFC 5737), RFC 3849"""
 ENTRY, MOST_ADDRESSES = 40, 4096
 """bytes of `struct ifreq`, netdevice(7); IPv4 addresses that are looked at"""
+NAME_SECONDS = 10.0
+"""after which it is asked anew whether an endpoint's name is this machine's"""
 
 
 def normalize_endpoint(text: str) -> str:
@@ -131,11 +134,44 @@ def source_address(ip: str, port: int) -> str:
         return str(asker.getsockname()[0])
 
 
-def is_local(host: str) -> bool:
-    """Whether a name or address is this machine's. Blocks as `look_up`."""
-    with suppress(OSError, ValueError):  # ValueError: of a name that is none
-        return any(map(_is_own, look_up(host)))
-    return False
+def own_and_others(host: str) -> tuple[list[str], list[str]]:
+    """The addresses of this machine that a name or an address leads to, and those that are not this machine's; none
+    where it leads nowhere. Blocks as `look_up`."""
+    try:
+        found = look_up(host)
+    except (OSError, ValueError):  # ValueError: of a name that is none
+        return [], []
+    own = [ip for ip in found if _is_own(ip)]
+    # Where IPv6 is turned off, `localhost` may lead to ::1 all the same.
+    return own, [ip for ip in found if ip not in own and not ipaddress.ip_address(ip).is_loopback]
+
+
+class OwnEndpoints:
+    """Which endpoints are on this machine. A name may be found later than this process starts, and may move.
+
+    Args:
+        is_host: whether the first one is, where that is known.
+    """
+
+    def __init__(self, hosts: Sequence[str], is_host: bool | None, clock: Callable[[], float]) -> None:
+        self._hosts, self._is_host, self._clock = hosts, is_host, clock
+        self._found: dict[int, tuple[float, bool]] = {}
+        """by number, with when its name was looked up"""
+        self.sharing = ""
+        """the other machines that the name of the first one leads to, where it leads to this one as well"""
+
+    def has(self, number: int) -> bool:
+        """Blocks as `look_up`. The first one only where it is no other machine's: each of them would begin a job."""
+        if number == 0 and self._is_host is not None:
+            return self._is_host
+        looked_at, found = self._found.get(number, (-math.inf, False))
+        if self._clock() - looked_at > NAME_SECONDS:
+            own, others = own_and_others(self._hosts[number])
+            if number == 0:
+                self.sharing = ", ".join(others) if own else ""
+            found = bool(own) and not (number == 0 and others)
+            self._found[number] = self._clock(), found
+        return found
 
 
 def _is_own(ip: str) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
 import socket
 import threading
@@ -24,14 +23,12 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 from elastic_train.errors import StoreUnreachable, first_line, going_on
-from elastic_train.protocol.addresses import is_local
+from elastic_train.protocol.addresses import OwnEndpoints
 from elastic_train.protocol.names import look_up
 from elastic_train.protocol.store import KeyValueStore, TorchStore
 from elastic_train.system import answer_of, close_sockets_at
 from elastic_train.world import Address
 
-NAME_SECONDS = 10.0
-"""after which it is asked anew whether an endpoint's name is this machine's"""
 CONNECT_SECONDS = 0.5
 GREETING_SECONDS = 2.0
 """that a store may take for its first answer"""
@@ -172,9 +169,9 @@ class Signposts:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._endpoints, self._run_id, self._timeout, self._clock = tuple(endpoints), run_id, timeout, clock
-        self._name, self._earlier, self._is_host = uuid.uuid4().hex, earlier, is_host
-        self._local: dict[int, tuple[float, bool]] = {}
-        """whether an endpoint is on this machine, with when its name was looked up"""
+        self._name, self._earlier = uuid.uuid4().hex, earlier
+        self._list = ",".join(f"{host}:{port}" for host, port in endpoints)
+        self._own = OwnEndpoints([host for host, _ in endpoints], is_host, clock)
         self._servers: dict[int, TCPStore] = {}
         self._clients: dict[int, KeyValueStore] = {}
         self._lock = threading.RLock()
@@ -245,7 +242,7 @@ class Signposts:
             self._looked_at = self._clock()
             if wrong is not None and not (found or self._has_world or 0 in self._servers):
                 raise wrong
-            if self._alone_since is not None and now - self._alone_since > self._timeout and not self._is_local(0):
+            if self._alone_since is not None and now - self._alone_since > self._timeout and not self._own.has(0):
                 raise StoreUnreachable(
                     f"nobody answers at {self.describe()} for {self._timeout:.0f} s: start a node on the machine of "
                     "the first endpoint, or check the address (--rdzv-endpoint)"
@@ -269,7 +266,7 @@ class Signposts:
         name, theirs = json.loads(first)
         if name != self._name:
             raise StoreUnreachable(
-                f"this node was started with --rdzv-endpoint={self.describe()} and another one with "
+                f"this node was started with --rdzv-endpoint={self._list} and another one with "
                 f"--rdzv-endpoint={theirs}: each would begin a job; give all nodes the same list"
             )
 
@@ -353,7 +350,12 @@ class Signposts:
         return found
 
     def describe(self) -> str:
-        return ",".join(f"{host}:{port}" for host, port in self._endpoints)
+        if not self._own.sharing:
+            return self._list
+        return (
+            f"{self._list} (no node begins it: the first name leads to other machines, too, {self._own.sharing}; list "
+            "the machines one by one, or give one of them is_host=true in --rdzv-conf)"
+        )
 
     def close(self) -> None:
         self._is_closed.set()
@@ -366,7 +368,7 @@ class Signposts:
         """Whether this process serves an endpoint, from now on perhaps."""
         if number in self._servers:
             return True
-        if not self._is_local(number):
+        if not self._own.has(number):
             return False
         server = serve(*self._endpoints[number])
         self._is_taken = server is None if number == 0 else self._is_taken
@@ -375,19 +377,9 @@ class Signposts:
         store = TorchStore(server, timedelta(seconds=CALL_SECONDS))
         store.put(HOLDER, self._run_id)  # where it fails the server goes: to everybody it would be a stranger
         if number == 0:
-            store.put(self._key_of_first, json.dumps([self._name, self.describe()]))
+            store.put(self._key_of_first, json.dumps([self._name, self._list]))
         self._servers[number], self._clients[number] = server, store
         return True
-
-    def _is_local(self, number: int) -> bool:
-        """Whether an endpoint is on this machine. Its name may be found later than this process starts."""
-        if number == 0 and self._is_host is not None:
-            return self._is_host
-        looked_at, found = self._local.get(number, (-math.inf, False))
-        if self._clock() - looked_at > NAME_SECONDS:
-            found = is_local(self._endpoints[number][0])
-            self._local[number] = self._clock(), found
-        return found
 
     def _client(self, number: int) -> KeyValueStore:
         store = self._clients.get(number)  # another thread may lose it meanwhile

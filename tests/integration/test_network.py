@@ -77,9 +77,9 @@ OTHERS = ("10.77.9.2", "10.77.8.2", "fd77::2")
 def test_a_host_that_may_bind_any_address_takes_none_for_its_own() -> None:
     """As beside keepalived: each node would take itself for the first endpoint's host, and begin a job."""
     found = said_beside_others(f"""
-from elastic_train.protocol.addresses import _can_bind, is_local
+from elastic_train.protocol.addresses import _can_bind, own_and_others
 
-print(*(ip for ip in {OWN + OTHERS!r} if is_local(ip)), all(map(_can_bind, {OTHERS!r})))
+print(*(ip for ip in {OWN + OTHERS!r} if own_and_others(ip)[0]), all(map(_can_bind, {OTHERS!r})))
 """)
     assert found == [*OWN, "True"]
 

@@ -24,7 +24,7 @@ from elastic_train.elastic.connect import Applicant, Endpoints, place_of
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol import addresses, signposts
 from elastic_train.protocol import names as protocol_names
-from elastic_train.protocol.addresses import is_local, source_address
+from elastic_train.protocol.addresses import own_and_others, source_address
 from elastic_train.protocol.join_queue import UNCALLED_SECONDS
 from elastic_train.protocol.launcher import Launcher
 from elastic_train.protocol.signposts import (
@@ -818,12 +818,14 @@ def test_names_of_this_machine(host: str) -> None:
         socket.getaddrinfo(host, 0)
     except OSError:
         pytest.skip("this machine does not know its own name")
-    assert is_local(host)
+    own, others = own_and_others(host)
+    assert own
+    assert not others
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no-such-host.invalid", "no..name"])
 def test_names_of_other_machines(host: str) -> None:
-    assert not is_local(host)
+    assert not own_and_others(host)[0]
 
 
 def test_where_any_address_can_be_bound_the_kernel_says_which_are_this_machines(
@@ -832,11 +834,11 @@ def test_where_any_address_can_be_bound_the_kernel_says_which_are_this_machines(
     """By net.ipv4.ip_nonlocal_bind, as beside keepalived; in earnest in integration/test_network.py."""
     monkeypatch.setattr(addresses, "_can_bind", lambda _ip: True)
     with suppress(OSError):
-        assert is_local(source_address(addresses.NOBODY, 9)), "of the default route, where there is one"
+        assert own_and_others(source_address(addresses.NOBODY, 9))[0], "of the default route, where there is one"
     for ip in ("127.0.0.1", "127.0.0.2", "0.0.0.0"):
-        assert is_local(ip)
+        assert own_and_others(ip) == ([ip], [])
     for ip in (addresses.NOBODY, "198.51.100.1", "2001:db8::2"):
-        assert not is_local(ip)
+        assert own_and_others(ip) == ([], [ip])
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -900,7 +902,7 @@ def test_a_name_that_is_found_late_may_be_this_machines(clock: Clock, port: int,
     posts = Signposts([("job.test", port)], "run", is_host=None, timeout=PATIENCE, clock=clock)
     assert not posts.is_beginner()
     names.ips = ["127.0.0.1"]
-    clock.now += 2 * signposts.NAME_SECONDS
+    clock.now += 2 * addresses.NAME_SECONDS
     assert posts.is_beginner()
     posts.close()
 
@@ -925,6 +927,66 @@ def test_any_address_of_a_name_leads_to_the_job(make: Make, clock: Clock, port: 
     posts = Signposts([("job.test", port)], "run", is_host=False, timeout=PATIENCE, clock=clock)
     assert look(posts, clock) == (A,)
     posts.close()
+
+
+def test_a_name_of_several_machines_begins_nothing_until_it_leads_to_one_alone(
+    make: Make, clock: Clock, port: int, names: NameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them would begin a job of its own. So it may be for a moment where the pods of a service come."""
+    monkeypatch.setattr(signposts, "KEEP_SECONDS", 0.02)
+    names.ips = ["127.0.0.1", "192.0.2.1"]
+    first, second = (
+        Signposts([("job.test", port)], "run", is_host=None, timeout=PATIENCE, clock=clock) for _ in range(2)
+    )
+    for posts in (first, second):
+        assert look(posts, clock) == ()
+        assert not posts.is_beginner()
+        assert posts.describe() == (
+            f"job.test:{port} (no node begins it: the first name leads to other machines, too, 192.0.2.1; list the "
+            "machines one by one, or give one of them is_host=true in --rdzv-conf)"
+        )
+    second.keep(has_world=True)  # newcomers would find an endpoint without a sign
+    asked = names.num_asked
+    clock.now += 2 * addresses.NAME_SECONDS
+    until(lambda: names.num_asked > asked)
+    assert is_free(port)
+    clock.now += PATIENCE
+    with pytest.raises(StoreUnreachable, match=r"nobody answers at job.test:\d+ \(no node begins it: .* for 40 s"):
+        look(first, clock)
+    second.keep(has_world=False)
+    names.ips = ["127.0.0.1"]
+    clock.now += 2 * addresses.NAME_SECONDS
+    assert first.is_beginner()
+    assert first.describe() == f"job.test:{port}"
+    first.show([A], "")
+    names.ips = ["192.0.2.1", "127.0.0.1"]
+    clock.now += 2 * addresses.NAME_SECONDS
+    assert not second.is_beginner()
+    assert look(second, clock) == (A,), "the name leads to the job all the same"
+    assert first.is_beginner(), "it stays so"
+    for posts in (first, second):
+        posts.close()
+
+
+def test_a_name_of_several_addresses_of_one_machine_begins(clock: Clock, port: int, names: NameServer) -> None:
+    names.ips = ["127.0.0.1", "127.0.0.2"]
+    posts = Signposts([("job.test", port)], "run", is_host=None, timeout=PATIENCE, clock=clock)
+    assert posts.is_beginner()
+    posts.close()
+
+
+def test_who_is_told_to_begin_does_so_by_a_name_of_several_machines(clock: Clock, port: int, names: NameServer) -> None:
+    names.ips = ["127.0.0.1", "192.0.2.1"]
+    posts = Signposts([("job.test", port)], "run", is_host=True, timeout=PATIENCE, clock=clock)
+    assert posts.is_beginner()
+    posts.close()
+
+
+def test_localhost_is_this_machine_where_ipv6_is_turned_off(names: NameServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    can_bind = addresses._can_bind
+    monkeypatch.setattr(addresses, "_can_bind", lambda ip: ":" not in ip and can_bind(ip))
+    names.ips = ["::1", "127.0.0.1"]
+    assert own_and_others("job.test") == (["127.0.0.1"], [])
 
 
 # --- a launcher's world -----------------------------------------------------------------------------------------------
