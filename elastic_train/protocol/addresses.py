@@ -39,7 +39,7 @@ def parse_endpoints(text: str, option_name: str) -> tuple[str, ...]:
     """HOST:PORT of each part of a comma-separated list; an empty one is torchrun's default, localhost:29400.
 
     Raises:
-        UsageError: a part is not HOST:PORT.
+        UsageError: a part is not HOST:PORT, or is another machine to each node.
     """
     parts = [part for part in text.split(",") if part.strip()] or [""]
     try:
@@ -49,6 +49,11 @@ def parse_endpoints(text: str, option_name: str) -> tuple[str, ...]:
     for part, _, port in found:
         if not 0 < port <= MAX_PORT:
             raise UsageError(f"{option_name} {part}: a port is 1 to {MAX_PORT}, the same for all")
+    own = [part for part, host, _ in found if _is_for_this_machine(host)]
+    if 0 < len(own) < len(found):
+        raise UsageError(
+            f"{option_name} {own[0]} in a list is another machine on each node: give one's name or address"
+        )
     return tuple(dict.fromkeys(normalize_endpoint(part) for part in parts))
 
 

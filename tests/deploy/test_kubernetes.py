@@ -553,7 +553,7 @@ def test_the_check_before_the_job(overlay: str, tmp_path: Path, cluster: Cluster
     assert looking.wait(300) == 1
     assert "trainer.invalid" in looking.text()
     assert looking.text().rstrip().endswith("FAIL")
-    looking = look(f"localhost:{free_port()},trainer.invalid:29400")
+    looking = look(f"0.0.0.0:{free_port()},trainer.invalid:29400")  # this machine, by no loopback address
     assert looking.wait(300) == 0, looking.text()
     assert looking.text().rstrip().endswith("PASS")
     assert "answers; nobody listens there yet" in looking.text()

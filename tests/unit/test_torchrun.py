@@ -216,6 +216,11 @@ def test_what_is_no_endpoint(text: str) -> None:
         ("h1:65536", None),
         ("h1:port", None),
         ("h1,h2,h1:29400", ("h1:29400", "h2:29400")),
+        ("localhost,h2", None),
+        ("h1,127.0.0.1:29401", None),
+        ("h1,[::1]", None),
+        (":29400,h2", None),
+        ("localhost,127.0.0.1:29401,[::1]", ("localhost:29400", "127.0.0.1:29401", "[::1]:29400")),
     ],
 )
 def test_lists_of_endpoints(text: str, expected: tuple[str, ...] | None) -> None:
