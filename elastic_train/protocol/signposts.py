@@ -35,7 +35,8 @@ GREETING_SECONDS = 2.0
 CALL_SECONDS = 2.0
 """that it may take for each further one"""
 STRANGER_SECONDS = 5.0
-"""that something else may listen at an endpoint before that is an error"""
+"""that something else may listen at an endpoint before that is an error; also another run, at which members of this one
+may be about to write their sign: it took the port of a dead host"""
 MUTE_SECONDS = 60.0
 """the same where it says nothing: a store that is busy, or frozen, may come back"""
 LOOK_SECONDS = 0.3
@@ -55,6 +56,10 @@ _hanging: dict[Address, tuple[float, Future[TCPStore]]] = {}
 
 class Stranger(StoreUnreachable):
     """What listens there answers, and not as a sign."""
+
+
+class OtherRun(StoreUnreachable):
+    """A job of ours listens there, and is another run."""
 
 
 class Mute(StoreUnreachable):
@@ -224,6 +229,8 @@ class Signposts:
                 try:
                     store = self._client(number)
                     holder, *texts = store.get_many([HOLDER, self._key, self._key_of_beginning])
+                    if texts == [None, None]:
+                        self._require_own(number, holder)
                     is_asked = texts[0] is None and number > 0 and 0 in self._servers and not self._has_world
                     first = store.get(self._key_of_first) if is_asked else None
                 except StoreUnreachable as error:
@@ -232,8 +239,6 @@ class Signposts:
                     continue
                 is_anybody_there = True
                 self._strange_since.pop(number, None)
-                if texts == [None, None]:
-                    self._require_own(number, holder)
                 self._require_same_list(first)
                 for text in filter(None, texts):
                     found += [(str(host), int(port)) for host, port in json.loads(text)["stores"]]
@@ -250,10 +255,10 @@ class Signposts:
             return self._seen
 
     def _require_own(self, number: int, holder: str | None) -> None:
-        """Raises: StoreUnreachable where another job has the endpoint, and this process no world."""
+        """Raises: OtherRun where another job has the endpoint, and this process no world."""
         if holder != self._run_id and number == 0 and number not in self._servers and not self._has_world:
             host, port = self._endpoints[number]
-            raise StoreUnreachable(
+            raise OtherRun(
                 f"run id {holder!r} has {host}:{port}, and this is run id {self._run_id!r}: give each job a port of "
                 "its own (--rdzv-endpoint), or both the same --rdzv-id"
             )
@@ -273,13 +278,15 @@ class Signposts:
     def _lasting(self, number: int, now: float, error: StoreUnreachable) -> StoreUnreachable | None:
         """What is wrong at an endpoint, where it will not pass, and has lasted long enough."""
         is_taken = number == 0 and self._is_taken and not self._has_world
-        if not is_taken and not isinstance(error, Stranger | Mute):
+        if not is_taken and not isinstance(error, Stranger | OtherRun | Mute):
             self._strange_since.pop(number, None)
             return None
         since = self._strange_since.setdefault(number, now)
         if now - since <= (min(MUTE_SECONDS, self._timeout) if isinstance(error, Mute) else STRANGER_SECONDS):
             return None
         host, port = self._endpoints[number]
+        if isinstance(error, OtherRun):
+            return error
         if isinstance(error, Stranger | Mute):
             return StoreUnreachable(
                 f"what listens at {host}:{port} is no rendezvous of elastic_train: another program has that port; "

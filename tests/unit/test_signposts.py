@@ -160,10 +160,15 @@ def test_members_that_the_run_directory_names_come_last_and_once(make: Make, clo
     assert look(other, clock) == (A, B)
 
 
-def test_another_run_at_the_endpoint_is_told_in_one_line(make: Make, clock: Clock, port: int) -> None:
+def test_another_run_at_the_endpoint_is_told_in_one_line_after_a_while(make: Make, clock: Clock, port: int) -> None:
     one, other = make(port, run_id="one"), make(port, run_id="other")
     assert one.is_beginner()
     one.show([A], "")
+    for _ in range(2):
+        assert look(other, clock) == ()
+        clock.now += STRANGER_SECONDS / 3
+    assert not other.is_beginner(), "its port is taken"
+    clock.now += STRANGER_SECONDS
     what = f"run id 'one' has localhost:{port}, and this is run id 'other'"
     with pytest.raises(StoreUnreachable, match=what) as told:
         look(other, clock)
@@ -176,6 +181,33 @@ def test_another_run_at_the_endpoint_hides_no_member_from_others(make: Make, clo
     assert one.is_beginner()
     member.keep(has_world=True)
     assert look(member, clock) == (B,)
+
+
+def test_a_job_shows_itself_where_another_run_took_the_port_of_its_dead_host(
+    make: Make, clock: Clock, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host that comes back may look there a moment before."""
+    monkeypatch.setattr(signposts, "KEEP_SECONDS", 0.02)
+    one, member, newcomer = (
+        make(port, run_id="one"), make(port, run_id="other", is_host=False), make(port, run_id="other"),
+    )  # fmt: skip
+    assert one.is_beginner()
+    assert look(newcomer, clock) == ()
+    member.show([B], "token")
+    until(lambda: look(newcomer, clock) == (B,))
+    clock.now += 2 * STRANGER_SECONDS
+    assert look(newcomer, clock) == (B,)
+
+
+def test_another_run_at_the_first_endpoint_hides_nothing_of_the_others(make: Make, clock: Clock, port: int) -> None:
+    further = free_port()
+    stranger, one, other = make(port, run_id="another"), make(further), make(port, further)
+    assert stranger.is_beginner()
+    assert one.is_beginner()
+    one.show([A], "token")
+    for _ in range(2):
+        assert look(other, clock) == (A,)
+        clock.now += 2 * STRANGER_SECONDS
 
 
 def test_another_run_at_a_further_endpoint_is_passed_over(make: Make, clock: Clock, port: int) -> None:
