@@ -269,3 +269,8 @@ def answer_of(call: Callable[[], Answer], name: str) -> Future[Answer]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return answer
+
+
+def through_suspends() -> float:
+    """A monotonic clock that goes on while the machine is suspended, and others may train."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()

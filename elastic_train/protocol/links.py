@@ -29,9 +29,8 @@ from elastic_train.protocol.neighbours import (
     Hearing,
     Sockets,
     head,
-    through_suspends,
 )
-from elastic_train.system import call_in_children
+from elastic_train.system import call_in_children, through_suspends
 from elastic_train.world import Address
 
 CONNECT_SECONDS = 1.0

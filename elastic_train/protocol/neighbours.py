@@ -12,16 +12,17 @@ import itertools
 import math
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from elastic_train.system import through_suspends
 from elastic_train.world import Address
 
 LONGEST_LINE = 65536
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ def by_turns(nodes: Sequence[Hashable]) -> list[int]:
 
 @dataclass
 class Heard:
-    """What is known of a watched member. Times are of this process's monotonic clock; those of the two that prove a
-    death, of one that goes on while the machine is suspended."""
+    """What is known of a watched member. Times are of this process's clock; the two that prove a death are of one that
+    goes on while the machine is suspended."""
 
     heard_at: float
     """when it last gave any sign of life; at first, since when it is watched"""
@@ -136,10 +137,14 @@ class Hearing:
     Args:
         uid: of this process.
         can_read: whether the status of another member is of a form that this one knows.
+        clock, outer: of this process; the second one goes on while the machine is suspended.
     """
 
-    def __init__(self, uid: str, can_read: Callable[[str], bool]) -> None:
+    def __init__(
+        self, uid: str, can_read: Callable[[str], bool], clock: Clock = time.monotonic, outer: Clock = through_suspends
+    ) -> None:
         self._uid, self._seq, self._can_read = uid, 0, can_read
+        self._clock, self._outer_clock = clock, outer
         self.canary_port: int | None = None
         """of this process's canary, where it has one"""
         self.status = ""
@@ -154,7 +159,7 @@ class Hearing:
     def watch(self, members: Iterable[tuple[str, Address]], epoch: str, answered: Collection[str] | None) -> None:
         """As `Links.watch`."""
         wanted = {uid: address for uid, address in members if uid != self._uid}
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             is_new = epoch != self._epoch
             if is_new:
@@ -193,7 +198,7 @@ class Hearing:
         """The line of the next ping, to the member that `heard` is of."""
         self._seq += 1
         with self._lock:  # `watch` may begin another epoch
-            heard.pings[self._seq] = through_suspends()
+            heard.pings[self._seq] = self._outer_clock()
             while len(heard.pings) > 256:
                 del heard.pings[next(iter(heard.pings))]
         return f"P {self._uid} {self._epoch or '-'} {self._seq} {self.status}\n"
@@ -203,7 +208,7 @@ class Hearing:
         where that cannot be read, and counts as nothing."""
         if kind == "A" and not (len(rest) == 3 and rest[1].isdecimal() and self._can_read(rest[2])):
             return False
-        heard.heard_at, heard.has_answered, heard.refused_at = time.monotonic(), True, None
+        heard.heard_at, heard.has_answered, heard.refused_at = self._clock(), True, None
         if kind == "N" and heard.elsewhere_since is None:
             heard.elsewhere_since = heard.heard_at
         if kind == "A":
@@ -227,12 +232,12 @@ class Hearing:
         with self._lock:
             if epoch != self._epoch or uid not in self._answers or not self._can_read(status):
                 return f"N {self._uid}\n", False
-            self.answered[uid] = time.monotonic()
+            self.answered[uid] = self._clock()
             heard = self.watched.get(uid)
         matters = heard is not None and head(heard.status) != head(status)
         if heard is not None:
             heard.status, heard.epoch, heard.elsewhere_since = status, epoch, None
-            heard.heard_at = time.monotonic()
+            heard.heard_at = self._clock()
         return f"A {self._uid} {epoch} {seq} {self.status}\n", matters
 
 
@@ -391,8 +396,3 @@ class Callers:
 def head(status: str) -> str:
     """What is passed on at once where it changes."""
     return status.partition(" ")[0]
-
-
-def through_suspends() -> float:
-    """A monotonic clock that goes on while the machine is suspended, and others may train."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()

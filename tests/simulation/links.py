@@ -1,18 +1,18 @@
-"""The pings of one simulated member: links.Links as the watcher sees it, with messages instead of sockets."""
+"""The pings of one simulated member: links.Links as the watcher sees it, with messages instead of sockets. What it
+hears is noted by the real Hearing."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
 from elastic_train.protocol.heartbeat import AwakeTime
-from elastic_train.protocol.neighbours import Heard, head
+from elastic_train.protocol.neighbours import Heard, Hearing, head
 from tests.simulation.process import Address, Process
 
 
 class _Peer:
     def __init__(self, uid: str, address: Address, heard: Heard) -> None:
         self.uid, self.address, self.heard = uid, address, heard
-        self.pings: dict[int, float] = {}
         self.connection: Process | None = None
         """who accepted it"""
         self.began_at: float | None = None
@@ -25,12 +25,8 @@ class SimLinks:
     def __init__(self, process: Process, interval: float, suspended_after: float) -> None:
         self._process, self._interval = process, interval
         self._peers: dict[str, _Peer] = {}
-        self._wanted: tuple[tuple[str, Address], ...] | None = None
-        self._answers: frozenset[str] = frozenset()
-        self._epoch = self._status = ""
+        self._hearing = Hearing(process.uid, lambda _: True, process.clock, process.clock)
         self._is_ping_due, self._next_ping = True, 0.0
-        self._seq = 0
-        self._answered: dict[str, float] = {}
         self._awake = AwakeTime(process.clock, suspended_after)
         self._matters = self._is_waiting = False
         process.links = self  # type: ignore[attr-defined]
@@ -41,38 +37,22 @@ class SimLinks:
     def watch(
         self, members: Iterable[tuple[str, Address]], epoch: str, answered: Collection[str] | None = None
     ) -> None:
-        wanted = tuple((uid, address) for uid, address in members if uid != self._process.uid)
-        now = self._process.clock()
-        is_new = epoch != self._epoch
-        if is_new:
-            before = self._answers
-            for uid, peer in self._peers.items():
-                peer.heard.pinged_at = peer.heard.pinged_at if uid in before else None
-                peer.heard.elsewhere_since = None
-                peer.pings.clear()
-        self._epoch, self._wanted = epoch, wanted
-        self._answers = frozenset(uid for uid, _ in wanted) if answered is None else frozenset(answered)
-        for uid, address in wanted:
-            if uid not in self._peers:
-                self._peers[uid] = _Peer(uid, address, Heard(now))
-            elif is_new:
-                self._peers[uid].heard.heard_at = max(self._peers[uid].heard.heard_at, now)
+        self._hearing.watch(members, epoch, answered)
         self._is_ping_due = True
         self.wake()
 
     def announce(self, status: str, *, at_once: bool = False) -> None:
-        self._status = status
+        self._hearing.status = status
         if at_once:
             self._is_ping_due = True
             self.wake()
 
     def heard(self, uid: str) -> Heard | None:
-        peer = self._peers.get(uid)
-        return None if peer is None else peer.heard
+        return self._hearing.watched.get(uid)
 
     def answered(self) -> dict[str, float]:
         now = self._process.clock()
-        return {uid: now - at for uid, at in self._answered.items()}
+        return {uid: now - at for uid, at in self._hearing.answered.items()}
 
     def wake(self) -> None:
         if self._is_waiting:
@@ -83,10 +63,10 @@ class SimLinks:
         process = self._process
         now = process.clock()
         self._excuse_suspension()
-        if self._wanted is not None:
-            uids = {uid for uid, _ in self._wanted}
-            self._peers = {uid: peer for uid, peer in self._peers.items() if uid in uids}
-            self._wanted = None
+        if (wanted := self._hearing.take_wanted()) is not None:
+            for uid, (address, heard) in wanted.items():
+                self._peers.setdefault(uid, _Peer(uid, address, heard))
+            self._peers = {uid: peer for uid, peer in self._peers.items() if uid in wanted}
         if self._is_ping_due or now >= self._next_ping:
             self._is_ping_due, self._next_ping = False, now + self._interval
             for peer in self._peers.values():
@@ -108,9 +88,7 @@ class SimLinks:
         """Nobody was silent while this process was frozen."""
         if self._awake.look() > 0:
             now = self._process.clock()
-            for heard in (peer.heard for peer in self._peers.values()):
-                heard.heard_at = max(heard.heard_at, now - self._interval)
-                heard.elsewhere_since = None if heard.elsewhere_since is None else now
+            self._hearing.excuse_silence(now, now - self._interval)
 
     def close(self) -> None:
         self._peers.clear()
@@ -134,11 +112,8 @@ class SimLinks:
             if peer.began_at is None or now - peer.began_at > 1.0:
                 self._connect(peer)
             return
-        self._seq += 1
-        peer.pings[self._seq] = now
-        process.network.send(
-            process.host, peer.address[0], self._arrive, peer, peer.connection, self._epoch, self._seq, self._status
-        )
+        line = self._hearing.ping(peer.heard)
+        process.network.send(process.host, peer.address[0], self._arrive, peer, peer.connection, line)
 
     def _connect(self, peer: _Peer) -> None:
         process = self._process
@@ -159,21 +134,20 @@ class SimLinks:
         peer.began_at = None
         is_other = found is not None and found.uid != peer.uid and self._process.machines.checks_uid
         if found is None or is_other:
-            if peer.heard.refused_at is None:
-                peer.heard.refused_at = began_at
+            peer.heard.refuse(began_at)
             self._matters = True
             return
         peer.connection = found
         self._ping(peer, self._process.clock())
 
-    def _arrive(self, peer: _Peer, target: Process, epoch: str, seq: int, status: str) -> None:
+    def _arrive(self, peer: _Peer, target: Process, line: str) -> None:
         """In the kernel of the host at the address."""
         process = self._process
         if not target.is_alive:
             self.note_closed(target)
             return
         links: SimLinks = target.links  # type: ignore[attr-defined]
-        target.take(links._take, links._answer, process, peer, epoch, seq, status)
+        target.take(links._take, links._answer, process, peer, line)
 
     def note_closed(self, target: Process) -> None:
         """The kernel of a dead process's host answers."""
@@ -186,31 +160,17 @@ class SimLinks:
                 self._connect(peer)
                 self._matters = True
 
-    def _answer(self, caller: Process, peer: _Peer, epoch: str, seq: int, status: str) -> None:
+    def _answer(self, caller: Process, peer: _Peer, line: str) -> None:
         """On the thread of the one that is pinged."""
         process, links = self._process, caller.links  # type: ignore[attr-defined]
-        kind = "A" if epoch == self._epoch and caller.uid in self._answers else "N"
-        if kind == "A":
-            self._answered[caller.uid] = process.clock()
-            mine = self._peers.get(caller.uid)
-            if mine is not None:
-                self._matters |= head(mine.heard.status) != head(status)
-                mine.heard.status, mine.heard.epoch, mine.heard.heard_at = status, epoch, process.clock()
-                mine.heard.elsewhere_since = None
-        answer = (peer, process, kind, epoch, seq, self._status)
-        process.network.send(process.host, caller.host, caller.take, links._take, links._note, *answer)
+        answer, matters = self._hearing.answer(line.removesuffix("\n"))
+        self._matters |= matters
+        process.network.send(process.host, caller.host, caller.take, links._take, links._note, peer, process, answer)
 
-    def _note(self, peer: _Peer, target: Process, kind: str, epoch: str, seq: int, status: str) -> None:
+    def _note(self, peer: _Peer, target: Process, answer: str) -> None:
         if peer.connection is not target:
             return  # of a connection that is closed
-        heard = peer.heard
-        before = head(heard.status)
-        heard.heard_at, heard.has_answered, heard.refused_at = self._process.clock(), True, None
-        if kind == "N" and heard.elsewhere_since is None:
-            heard.elsewhere_since = heard.heard_at
-        if kind == "A":
-            heard.status, heard.epoch, heard.elsewhere_since = status, epoch, None
-            sent_at = peer.pings.pop(seq, None)
-            if sent_at is not None and epoch == self._epoch:
-                heard.pinged_at = max(sent_at, heard.pinged_at or sent_at)
-        self._matters |= head(heard.status) != before
+        kind, _, *rest = answer.removesuffix("\n").split(" ", 4)
+        before = head(peer.heard.status)
+        assert self._hearing.note(peer.heard, kind, rest), f"all can read {answer!r}"
+        self._matters |= head(peer.heard.status) != before

@@ -14,12 +14,12 @@ from elastic_train.protocol.agreement import Decision, Denied
 from elastic_train.protocol.arbiter import ArbiterSilent, Arbitration, Claim, Claims
 from elastic_train.protocol.branch_off import BranchOff, BranchRound
 from elastic_train.protocol.join_queue import Entrance
+from elastic_train.protocol.neighbours import Hearing
 from elastic_train.protocol.other_sides import OtherSides
 from elastic_train.protocol.store import Clients, KeyValueStore
 from elastic_train.world import Member, World
 from tests.simulation.etcd import EtcdServer
-from tests.simulation.links import SimLinks
-from tests.simulation.process import Address, Machines
+from tests.simulation.process import Machines
 from tests.simulation.ring_parts import Commit
 from tests.simulation.simulator import Simulation
 from tests.simulation.worker import Worker
@@ -42,16 +42,14 @@ def late_deaths_count(patch: Patch) -> None:
 
 
 def an_age_starts_at_acceptance(patch: Patch) -> None:
-    watch = SimLinks.watch
+    watch = Hearing.watch
 
-    def watch_and_trust(
-        self: SimLinks, members: Iterable[tuple[str, Address]], epoch: str, answered: Collection[str] | None = None
-    ) -> None:
-        watch(self, members, epoch, answered)
-        for peer in self._peers.values():
-            peer.heard.pinged_at = self._process.clock()
+    def watch_and_trust(self: Hearing, *arguments: Any) -> None:
+        watch(self, *arguments)
+        for heard in self.watched.values():
+            heard.pinged_at = self._outer_clock()
 
-    patch.setattr(SimLinks, "watch", watch_and_trust)
+    patch.setattr(Hearing, "watch", watch_and_trust)
 
 
 def nobody_waits_for_the_left_out(patch: Patch) -> None:

@@ -21,7 +21,8 @@ import psutil
 import pytest
 
 from elastic_train.protocol.links import Links
-from elastic_train.protocol.neighbours import LONGEST_LINE, Heard, through_suspends
+from elastic_train.protocol.neighbours import LONGEST_LINE, Heard
+from elastic_train.system import through_suspends
 from elastic_train.world import Address
 from tests.processes import freeze
 
