@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 import pytest
 
+from elastic_train.tools.audit.audit import audit
 from tests.integration.cluster import (
     Cluster,
     Node,
@@ -50,6 +52,26 @@ def test_death_within_a_step(cluster: Cluster, point: str) -> None:
     nodes = start_with_fault(cluster, f"kill-node@{point}:rank=1,step=60,generation=0")
     finish_but(cluster, nodes, 1)
     check_run(cluster, STEPS)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_left_out_right_after_a_commit_voids_its_last_steps(cluster: Cluster) -> None:
+    """It has written them, and cannot know whether the others have applied them, too. Each counts once."""
+    nodes = start_with_fault(cluster, "freeze@commit:rank=0,step=60,generation=0", steps=STEPS)
+    wait_until(lambda: any("fault:" in node.text() for node in nodes), "the fault", 300)
+    [node] = [node for node in nodes if "fault:" in node.text()]
+    [worker] = node.workers()
+    assert max(event["step"] for event in events(cluster.run_dir, "step") if event["pid"] == worker.pid) == 60
+    wait_for_step(cluster.run_dir, 80)
+    worker.send_signal(signal.SIGCONT)
+    cluster.finish(nodes)
+    [line] = [event for event in events(cluster.run_dir, "warning") if "void" in event]
+    assert line["pid"] == worker.pid
+    assert line["void"] == [{"generation": 0, "step": 59}, {"generation": 0, "step": 60}]
+    assert "comes back as a newcomer" in line["message"]
+    check_run(cluster, STEPS)
+    found = audit(cluster.run_dir)
+    assert found.passed, "\n".join(found.reasons)
 
 
 @pytest.mark.slow

@@ -117,6 +117,29 @@ def test_what_was_written_before_a_restore_says_nothing_of_the_steps_after_it(tm
     made.close()
 
 
+def test_what_is_void_are_the_own_lines_of_the_newest_steps(tmp_path: Path) -> None:
+    """Of a member that is left out right after a commit: the others may not have applied it."""
+    one, other = (
+        Reporter(events=event_log(tmp_path / name), ledger=None, tensorboard_dir=tmp_path, wants_bar=False, debug=False)
+        for name in ("one", "other")
+    )
+    state = make_state(max_steps=3)
+    state.generation = 4
+    one.enter(World(0, 4, (member(0), member(1))), state)
+    other.enter(World(1, 4, (member(0), member(1))), state)
+    assert one.void_commits(state) == {}
+    for _ in range(3):
+        state.commit(0.5)
+        for reporter in (one, other):
+            reporter.step(state, 0.5, epoch=0, samples=8)
+    assert one.void_commits(state) == {"void": [{"generation": 4, "step": step} for step in (2, 3)]}
+    assert other.void_commits(state) == {}, "rank 0 writes"
+    state.last_commits = [dict(commit) for commit in state.last_commits]
+    assert one.void_commits(state) == {}, "it was given them by another"
+    for reporter in (one, other):
+        reporter.close()
+
+
 @pytest.mark.parametrize(("loss", "told"), [(None, "loss=unknown"), (0.5, "loss=0.5000")])
 def test_a_step_without_a_loss_or_a_learning_rate_has_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: float | None, told: str
