@@ -63,10 +63,6 @@ def require_equal(steps_of_one: list[list[tuple[Any, Any]]], steps_of_other: lis
             assert all(torch.equal(one, another) for one, another in zip(batch, other_batch, strict=True))
 
 
-def test_loader_processes_change_nothing() -> None:
-    require_equal(read(0, 1), read(2, 1))
-
-
 def test_a_loader_process_that_never_begins_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where it was forked while another thread held a lock of the interpreter."""
     expected = read(0, 1)

@@ -29,7 +29,6 @@ from elastic_train.tools.bench.reduction_speed import local_world
 from elastic_train.training import determinism, ordered_tree
 from elastic_train.training.evaluation import evaluate
 from elastic_train.training.ordered import OrderedReduction
-from elastic_train.training.ordered_buffers import Buffers
 from elastic_train.training.ordered_tree import TreeExchange, are_siblings, push, subtrees, tree_sum
 from elastic_train.training.sampler import MicroBatch, split
 from elastic_train.training.tasks import Task
@@ -542,18 +541,6 @@ def test_parameters_may_be_frozen_between_steps() -> None:
         reduction.run(share_of([2, 2], torch.randn(4, 4)), mean_output, unscaled, ())
         assert (model[0].weight.grad is None) == is_frozen
         assert model[1].weight.grad is not None
-
-
-def test_buffers_move_counters_and_floats() -> None:
-    model = nn.BatchNorm1d(2)
-    buffers = Buffers(model)
-    buffers.save()
-    model.running_mean.add_(1.0)
-    model.num_batches_tracked.add_(1)
-    changes = {dtype: change * 0.5 for dtype, change in buffers.changes().items()}
-    buffers.move(changes, buffers.counter_changes().tolist())
-    assert model.running_mean.tolist() == [0.5, 0.5]
-    assert model.num_batches_tracked == 1
 
 
 # --- determinism ------------------------------------------------------------------------------------------------------

@@ -225,14 +225,9 @@ def test_a_run_without_a_fault() -> None:
     fake = Fake()
     assert fake.ring().run() == 0
     assert fake.stages == ["meet -> form", "form -> sync", "sync -> train", "train -> finish", "finish -> 0"]
+    assert "train -> finish generation=0 rank=0 step=1" in fake.calls
     assert fake.told["finish"] == [{"outcome": "finished", "is_saved": False}]
     assert fake.calls.index("finish") < fake.calls.index("group gone"), "the last collectives need it"
-
-
-def test_each_transition_is_logged_with_generation_rank_and_step() -> None:
-    fake = Fake()
-    fake.ring().run()
-    assert "train -> finish generation=0 rank=0 step=1" in fake.calls
 
 
 def test_a_lost_peer_leads_to_the_next_world() -> None:

@@ -2,7 +2,6 @@
 
 import pickle
 import tracemalloc
-from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, pairwise, product
@@ -399,6 +398,8 @@ class TestTheLaw:
     def test_samples_done_are_a_prefix_whatever_the_worlds_were(
         self, length: int, global_batch_size: int, history: list[Episode]
     ) -> None:
+        """torch's ElasticDistributedSampler shuffles what is left anew, so that some samples are read twice and others
+        never; Horovod's ElasticSampler asserts where a tail is shorter than its padding."""
         order = whole_epoch(7, 3, length).tolist()
         done: list[int] = []
         steps_done = 0
@@ -416,7 +417,8 @@ class TestTheLaw:
             for step in sorted(steps)[: episode.num_steps]:
                 assert step == steps_done + 1
                 samples = read_indices(steps[step])
-                assert len(samples) == steps[step][0].step_samples
+                assert {one.step_samples for one in steps[step]} == {len(samples)}
+                assert sum(one.is_last for one in steps[step]) == episode.world_size
                 done += samples
                 steps_done = step
                 assert done == order[: len(done)]
@@ -465,47 +467,6 @@ class TestTheLaw:
             steps = read_world(length=30_000, global_batch_size=global_batch_size, world_size=world_size)
             assert list(steps) == list(range(1, steps_per_epoch(30_000, global_batch_size) + 1))
             assert [index for step in steps.values() for index in read_indices(step)] == order
-
-
-class TestTrapsOfOtherSamplers:
-    def test_resuming_does_not_reshuffle_the_rest(self) -> None:
-        """ElasticDistributedSampler permutes only the indices past start_index.
-
-        So after a restart it reads samples again that were read before it, and others never.
-        """
-        length = 1000
-        order = whole_epoch(7, 3, length).tolist()
-        read: list[int] = []
-        for samples_done, world_size, end in [(0, 4, 104), (104, 3, 504), (504, 5, 904), (904, 4, length)]:
-            steps = read_world(length=length, samples_done=samples_done, world_size=world_size)
-            rest = [index for step in steps.values() for index in read_indices(step)]
-            assert rest == order[samples_done:]
-            assert samples_done == 0 or min(rest) < samples_done  # the indices left are not the highest ones
-            read += rest[: end - samples_done]
-        assert Counter(read) == Counter(range(length))
-
-    @pytest.mark.parametrize("virtual_ranks", [None, 16])
-    def test_a_tail_shorter_than_the_world(self, virtual_ranks: int | None) -> None:
-        """Horovod's ElasticSampler pads the tail to the world size and asserts when it has too few samples for it."""
-        for tail in range(1, 16):
-            for world_size in (tail + 1, 16):
-                steps = read_world(
-                    length=64 + tail,
-                    samples_done=64,
-                    steps_done=4,
-                    global_batch_size=16,
-                    world_size=world_size,
-                    virtual_ranks=virtual_ranks,
-                )
-                assert list(steps) == [5]
-                assert read_indices(steps[5]) == whole_epoch(7, 3, 64 + tail)[64:].tolist()
-                assert sum(m.is_last for m in steps[5]) == world_size
-                assert {m.step_samples for m in steps[5]} == {tail}
-
-    def test_nothing_left(self) -> None:
-        sampler = make_sampler(samples_done=100, steps_done=13)
-        assert len(sampler) == 0
-        assert list(sampler) == []
 
 
 class TestStepSamplerAsAValue:

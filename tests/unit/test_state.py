@@ -27,8 +27,6 @@ from elastic_train.training.step import clip_gradients, train_step
 
 LENGTH, BATCH = 1437, 64
 STEPS_PER_EPOCH = 23
-FIXED = "08b03cfd769d59fbbb1c71ef825483d3f1f13873ccdfb57f9431de6e58a47a21"
-"""of `test_a_fixed_value`, computed with hashlib and struct alone"""
 
 
 def make_state(
@@ -185,13 +183,6 @@ class TestRoundTrip:
         assert other.micro_batch_size == 16
         assert other.last_step == 6 * STEPS_PER_EPOCH
         assert learning_rate(other) == pytest.approx(0.2 * learning_rate_factor("cosine", 1, other.last_step))
-
-    def test_the_state_does_not_share_its_list_of_incidents(self) -> None:
-        state, other = make_state(), make_state()
-        saved = state.state_dict()
-        other.load_state_dict(saved)
-        other.incidents.append({"cause": "restart"})
-        assert saved["run"]["incidents"] == "[]"
 
     def test_the_incidents_of_a_long_run_are_copied_at_no_cost(self) -> None:
         """One text, which grows with each incident: nothing is made anew, in whatever number of snapshots."""
@@ -477,19 +468,6 @@ class TestModulesAmongTheExtras:
         assert state.is_whole
         check_same_bits(self.numbers(head), before)
 
-    def test_an_overflow_leaves_no_trace_in_them(self) -> None:
-        state, head = self.make()
-        state.scaler = torch.amp.GradScaler("cpu")
-        before = self.numbers(head)
-
-        class Overflowing:
-            def run(self, _share: object, _loss: object, scale: Any, votes: object) -> StepTotals:
-                scale(head(torch.full((4, 2), torch.inf)).sum()).backward()
-                return StepTotals(float("inf"), (0, 0, 0))
-
-        train_step(state, [], Overflowing(), lambda *_: torch.zeros(()), (0, 0, 0))
-        check_same_bits(self.numbers(head), before)
-
 
 def test_buffers_that_are_made_with_nan_are_known_whatever_becomes_of_others() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Module(), nn.LazyBatchNorm1d())
@@ -522,10 +500,6 @@ class TestHash:
         assert state_sha256(state) == expected
         assert state_sha256(dict(reversed(state.items()))) == expected
 
-    def test_a_fixed_value(self) -> None:
-        state = {"weight": torch.arange(6, dtype=torch.float32).reshape(2, 3), "step": torch.tensor(3)}
-        assert state_sha256(state) == FIXED
-
     def test_layout_does_not_matter_and_content_does(self) -> None:
         matrix = torch.arange(6, dtype=torch.float32).reshape(2, 3)
         same = matrix.t().contiguous().t()
@@ -533,10 +507,6 @@ class TestHash:
         assert state_sha256({"w": same}) == state_sha256({"w": matrix})
         others = [matrix.reshape(3, 2), matrix.double(), matrix + 1, -matrix * 0]
         assert len({state_sha256({"w": other}) for other in [matrix, *others]}) == 5
-
-    @pytest.mark.parametrize("tensor", [torch.zeros(0), torch.zeros(2, 0), torch.ones(3, dtype=torch.bfloat16)])
-    def test_empty_and_half_tensors(self, tensor: torch.Tensor) -> None:
-        assert len(state_sha256({"w": tensor})) == 64
 
     def test_what_is_no_tensor_is_left_out(self) -> None:
         tensors = {"w": torch.ones(2)}
@@ -633,20 +603,6 @@ def test_what_was_frozen_and_thawed_meanwhile_is_as_it_was_made() -> None:
         assert parameter.requires_grad != any(parameter is one for one in frozen)
 
 
-def test_a_state_stays_whole_where_its_update_is_refused() -> None:
-    """A peer was lost in the backward pass, say: no weight is touched."""
-    state = make_state()
-
-    def refuse() -> None:
-        raise RuntimeError("the group was broken off")
-
-    state.before_update = refuse
-    state.remember()
-    with pytest.raises(RuntimeError):
-        state.optimizer.step()
-    assert state.is_whole
-
-
 def test_a_state_is_whole_but_from_the_optimizer_s_step_to_the_commit() -> None:
     state = make_state()
     assert state.is_whole
@@ -673,19 +629,22 @@ def fail_half_way(optimizer: torch.optim.Optimizer) -> None:
 
 def test_an_overflow_that_the_scaler_skips_leaves_no_trace_in_the_statistics() -> None:
     """The forward pass has put infinities into BatchNorm's running statistics; the step is committed all the same."""
-    state = make_state()
+    head = Head()
+    state = make_state(extras={"head": head})
     state.scaler = torch.amp.GradScaler("cpu")
-    before = {name: value.clone() for name, value in state.model.named_buffers()}
+    modules = (state.model, head)
+    before = copy.deepcopy([dict(module.named_buffers()) for module in modules])
 
     class Overflowing:
         def run(self, _share: object, _loss: object, scale: Any, votes: object) -> StepTotals:
-            loss = state.model(torch.full((4, 4), torch.inf)).sum()
-            scale(loss).backward()
+            scale(state.model(torch.full((4, 4), torch.inf)).sum()).backward()
+            head(torch.full((4, 2), torch.inf))
             return StepTotals(float("inf"), (0, 0, 0))
 
     train_step(state, [], Overflowing(), lambda *_: torch.zeros(()), (0, 0, 0))
     state.commit(float("inf"))
-    assert all(torch.equal(value, before[name]) for name, value in state.model.named_buffers())
+    for module, buffers in zip(modules, before, strict=True):
+        check_same_bits(dict(module.named_buffers()), buffers)
     assert all(parameter.isfinite().all() for parameter in state.model.parameters())
 
 
@@ -767,6 +726,7 @@ def test_a_step_that_is_broken_off_within_the_scaler_is_done_again_as_if_it_had_
             state.before_update = break_off
             with pytest.raises(RuntimeError, match="broken off"):
                 step()
+            assert state.is_whole, "no weight is touched"
             state.before_update = lambda: None
             begin_scalers_anew(state)
             assert state.rollback()
@@ -1368,24 +1328,6 @@ def test_who_takes_a_state_over_keeps_what_its_steps_need() -> None:
         newcomer.load_state_dict(there.state_dict())
         newcomer.remember()
         assert newcomer.kept.updates.are_kept is is_needed
-
-
-def test_the_scale_of_the_flags_is_taken_back_too() -> None:
-    model = nn.Linear(4, 2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=9)
-    state = TrainState(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, schedule="constant", length=8, global_batch_size=4,
-        epochs=1,
-    )  # fmt: skip
-    for is_kept in (True, False):
-        before = scaler.state_dict()
-        state.remember()
-        train_with(state, scaler, gradient=1.0)
-        if is_kept:
-            state.commit(0.0)
-        else:
-            assert state.rollback()
-            assert scaler.state_dict() == before
 
 
 class CountsLate(nn.Module):

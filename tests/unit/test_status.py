@@ -283,7 +283,8 @@ def test_the_largest_generation_counts_though_its_step_is_lower(files: Files) ->
 
 def test_starting(files: Files) -> None:
     files.worker(0, started=NOW - 3)
-    assert read(files).state is RunState.STARTING
+    found = read(files)
+    assert (found.state, found.world_size, found.members) == (RunState.STARTING, None, ())
     assert read(files, True).state is RunState.STARTING
     assert read(files, False).state is RunState.DEAD
 
@@ -652,12 +653,6 @@ def test_the_epochs_are_no_goal_where_the_steps_end_before(files: Files) -> None
     worker.train(1, 50, NOW - 1)
     told = dict(describe(read(files), NOW))
     assert told["epoch"].split(",")[0] == "3"
-
-
-def test_before_the_first_world_there_are_no_members(files: Files) -> None:
-    files.worker(0, started=NOW - 3)
-    found = read(files)
-    assert (found.world_size, found.members) == (None, ())
 
 
 def test_a_run_whose_owner_died_before_any_event(tmp_path: Path) -> None:
