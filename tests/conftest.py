@@ -1,4 +1,4 @@
-"""What every test leaves behind: nothing in the environment."""
+"""What every test leaves behind, nothing in the environment; and a process group for those that ask for one."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ def own_environment() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group that every rank of a larger one goes through alike."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

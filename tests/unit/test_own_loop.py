@@ -224,6 +224,7 @@ def test_what_a_broken_off_broadcast_has_left_in_the_weights_is_put_back() -> No
     assert module.weight.tolist() == [7.0, 7.0]
 
 
+@pytest.mark.usefixtures("group_of_one")
 def test_another_communication_hook_is_refused_before_a_second_worker_joins() -> None:
     anything: Any = SimpleNamespace
     watcher = anything(do=lambda *_: None)
@@ -231,16 +232,10 @@ def test_another_communication_hook_is_refused_before_a_second_worker_joins() ->
     parallel = OwnParallel(
         anything(world_size=1), torch.device("cpu"), watcher, steps, anything(), lambda: None, lambda: None
     )
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        ddp = parallel.wrap(nn.Linear(1, 1))
-        with pytest.raises(
-            UsageError, match=r"^register_comm_hook\(\) of a module that training.parallel\(\) has made"
-        ):
-            ddp.register_comm_hook(None, fp16_compress_hook)
-    finally:
-        parallel.close()
-        dist.destroy_process_group()
+    ddp = parallel.wrap(nn.Linear(1, 1))
+    with pytest.raises(UsageError, match=r"^register_comm_hook\(\) of a module that training.parallel\(\) has made"):
+        ddp.register_comm_hook(None, fp16_compress_hook)
+    parallel.close()
 
 
 def snippet_with(words: str) -> str:

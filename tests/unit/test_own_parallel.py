@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from elastic_train.elastic.own_parallel import OwnParallel
@@ -54,12 +53,10 @@ class Step:
 
 
 @pytest.fixture
-def step() -> Iterator[Step]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def step(group_of_one: None) -> Iterator[Step]:
     step = Step()
     yield step
     step.parallel.close()
-    dist.destroy_process_group()
 
 
 def layers() -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from elastic_train.elastic.restore import restore
 from elastic_train.errors import SnapshotError
@@ -110,13 +108,6 @@ def test_what_cannot_be_read_may_tell_of_a_snapshot(tmp_path: Path) -> None:
         require_none_written([past, NOTHING])
     write(tmp_path / "b.jsonl", {"event": "snapshot", "generation": 0, "snapshot_step": 40, "path": "/b/40"})
     assert read_past_snapshots(tmp_path).known == (0, 40, "host b wrote a snapshot of step 40 of this run, /b/40")
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from elastic_train.config import Config
 from elastic_train.elastic import evaluations
@@ -40,7 +39,8 @@ from elastic_train.storage import shares
 from elastic_train.storage.shares import Fleet
 from elastic_train.storage.snapshot import SnapshotResult, find_snapshots
 from elastic_train.storage.snapshot_writer import SnapshotWriter
-from elastic_train.world import Member, World
+from elastic_train.world import World
+from tests.unit.test_admission import member
 
 
 class Training:
@@ -50,11 +50,8 @@ class Training:
         self.worker, self.state = worker, worker.state
         self.now = 0.0
         files = RunFiles(worker, "job")
-        member = Member(
-            host=worker.host, local_rank=0, pid=os.getpid(), agent_pid=0, address=("127.0.0.1", 1), directory_id="",
-            backend="gloo", max_generation=None,
-        )  # fmt: skip
-        self.world = World(rank=0, generation=0, members=(member,))
+        me = replace(member(0), host=worker.host, pid=os.getpid())
+        self.world = World(rank=0, generation=0, members=(me,))
         files.claim(self.world, has_state=False)
         self.state.run_uid = "run"
         self.written: list[int] = []
@@ -337,17 +334,6 @@ elastic_train.run(train, model, torch.optim.SGD(model.parameters(), lr=0.1), dat
 """
 
 
-def test_a_loop_of_ones_own_says_how_good_its_model_is(tmp_path: Path) -> None:
-    script = tmp_path / "own.py"
-    script.write_text(OWN_LOOP)
-    flags = ("--epochs", "4", "--global-batch-size", "8", "--snapshot-every", "0", "--keep-snapshots", "1")
-    command = [sys.executable, script, *flags, "--keep-best", "1", "--run-dir", tmp_path / "run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    infos = find_snapshots(tmp_path / "run" / "snapshots", warn=pytest.fail)
-    assert [(info.step, info.metric) for info in infos] == [(16, 0.6), (8, 0.9)]
-
-
 def test_what_a_start_begins_with_is_kept_where_it_turns_out_to_be_the_best(tmp_path: Path) -> None:
     """As in a world that follows one which was broken off in an evaluation: it is rated before any commit."""
     script = tmp_path / "own.py"
@@ -498,17 +484,13 @@ def test_what_is_kept_is_drawn_and_what_rates_nothing_is_told_once(
     assert warning["message"] == "keep() was given nan at step 0: no finite number, so it rates nothing"
 
 
+@pytest.mark.usefixtures("group_of_one")
 def test_rank_0_says_for_all(start: Start) -> None:
-    """In a process group of one, which every rank of a larger one goes through alike."""
     training = start()
     told: list[Activity] = []
     membership: Any = SimpleNamespace(watcher=SimpleNamespace(do=told.append))
     [member] = training.world.members
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        Evaluations(training.worker, membership).keep(World(rank=0, generation=1, members=(member, member)), 0.5)
-    finally:
-        dist.destroy_process_group()
+    Evaluations(training.worker, membership).keep(World(rank=0, generation=1, members=(member, member)), 0.5)
     assert training.state.ratings.best == (0, 0.5)
     assert told == [Activity.REDUCE, Activity.COMPUTE], "the watcher knows that it waits for others"
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -69,14 +68,6 @@ def test_a_frozen_parameter_that_a_forward_pass_writes(reduction: str) -> None:
     first, warning, second = told
     assert (first, second) == ("step", "step")
     assert warning.startswith(f"warning: {CHANGED}; in a step that is done again it changes twice")
-
-
-@pytest.mark.parametrize("reduction", ["ordered", "fast"])
-def test_a_frozen_parameter_that_is_left_alone(reduction: str) -> None:
-    task = Momentum(moves=False)
-    loop, _, told = make_loop(task, reduction=reduction, virtual_ranks=1)
-    loop.run(WORLD, steps(task))
-    assert told == ["step", "step"]
 
 
 @pytest.mark.parametrize("reduction", ["ordered", "fast"])
@@ -167,18 +158,14 @@ def test_a_loss_may_put_back_what_it_freezes(reduction: str) -> None:
 
 
 @pytest.mark.parametrize("is_thawed", [True, False])
+@pytest.mark.usefixtures("group_of_one")
 def test_of_several_ranks_each_says_so(*, is_thawed: bool) -> None:
-    """DDP alone would sum nothing of what was thawed, and ask for --find-unused-parameters for what was frozen. In a
-    process group of one, which every rank of a larger one goes through alike."""
+    """DDP alone would sum nothing of what was thawed, and ask for --find-unused-parameters for what was frozen."""
     task = Toggling(is_thawed=is_thawed)
     loop, state, _ = make_loop(task)
     task.num_calls = 1
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(UsageError) as raised:
-            loop.run(PAIR, steps(task))
-    finally:
-        dist.destroy_process_group()
+    with pytest.raises(UsageError) as raised:
+        loop.run(PAIR, steps(task))
     assert str(raised.value).startswith(TOGGLED)
     assert state.step == 0
 
@@ -250,9 +237,9 @@ def test_trained_weights_that_a_forward_pass_writes(reduction: str, build: Calla
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.usefixtures("group_of_one")
 def test_what_a_forward_pass_of_an_own_loop_writes(rank: int) -> None:
-    """Rank 0 warns for all. What the function writes between its passes is its own affair, on every rank alike. In a
-    process group of one."""
+    """Rank 0 warns for all. What the function writes between its passes is its own affair, on every rank alike."""
 
     def train(training: Any) -> None:
         ddp = training.parallel()
@@ -273,11 +260,7 @@ def test_what_a_forward_pass_of_an_own_loop_writes(rank: int) -> None:
     task = Built(lambda: Writing(None))
     loop, _, told = make_loop(task, train)
     found: list[Any] = []
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        loop.run(replace(WORLD, rank=rank), steps(task))
-    finally:
-        dist.destroy_process_group()
+    loop.run(replace(WORLD, rank=rank), steps(task))
     if rank:
         assert found == [([], []), ([], [])]
         return
