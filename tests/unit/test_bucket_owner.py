@@ -10,16 +10,19 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.errors import NewerGeneration, ObjectStoreError, OwnershipLost, SnapshotsInUse, Stopped, StoreFault
 from elastic_train.stopping import StopSignal
+from elastic_train.storage import bucket_owner
 from elastic_train.storage.bucket_owner import RENEWAL_SECONDS, RENEWALS_MISSED, BucketOwner
 from elastic_train.storage.object_store import ObjectStore, Tries
 from elastic_train.storage.ownership import OWNER_RECORD
 from elastic_train.storage.store_arms import MemoryArm, Stored
 from elastic_train.storage.store_urls import parse_url
+from elastic_train.tools.drills.nodes import wait_until
 
 TIMEOUT = RENEWAL_SECONDS * RENEWALS_MISSED
 
@@ -84,7 +87,9 @@ def test_one_that_renews_late_is_not_replaced_either(store: ObjectStore) -> None
         two.take("other", 4)
 
 
-def test_one_that_is_gone_is_replaced_after_three_renewals(store: ObjectStore) -> None:
+@pytest.mark.parametrize("is_conditional", [True, False])
+def test_one_that_is_gone_is_replaced_after_three_renewals(store: ObjectStore, is_conditional: bool) -> None:
+    store._is_conditional = is_conditional
     one, two = Machine(store, "one"), Machine(store, "two", clock=7e6)
     one.take("job", 3)
     assert two.take("other", 4) == pytest.approx(TIMEOUT, abs=2)
@@ -174,29 +179,25 @@ def test_a_record_that_cannot_be_read_is_replaced(store: ObjectStore) -> None:
         one.owner.check()
 
 
-def test_without_a_conditional_put_a_change_is_still_seen(store: ObjectStore) -> None:
-    store._is_conditional = False
-    one, two = Machine(store, "one"), Machine(store, "two")
-    one.take("job", 3)
-    assert two.take("other", 4) == pytest.approx(TIMEOUT, abs=2)
-    with pytest.raises(OwnershipLost):
-        one.owner.check()
+class Broken(MemoryArm):
+    is_broken = False
+    num_failed = 0
+
+    def put_if(self, key: str, data: bytes, version: str | None) -> str:
+        if self.is_broken:
+            self.num_failed += 1
+            raise ConnectionResetError
+        return super().put_if(key, data, version)
+
+
+def broken_machine(request: pytest.FixtureRequest) -> tuple[Broken, Machine]:
+    url = parse_url(f"memory://{request.node.name}")
+    arm = Broken(fsspec.filesystem("memory"), url)
+    return arm, Machine(ObjectStore(url, Tries(total=0.0), arm), "one")
 
 
 def test_a_store_that_fails_neither_loses_nor_confirms(request: pytest.FixtureRequest) -> None:
-    import fsspec
-
-    class Broken(MemoryArm):
-        is_broken = False
-
-        def put_if(self, key: str, data: bytes, version: str | None) -> str:
-            if self.is_broken:
-                raise ConnectionResetError
-            return super().put_if(key, data, version)
-
-    url = parse_url(f"memory://{request.node.name}")
-    arm = Broken(fsspec.filesystem("memory"), url)
-    one = Machine(ObjectStore(url, Tries(total=0.0), arm), "one")
+    arm, one = broken_machine(request)
     one.take("job", 3)
     arm.is_broken = True
     with pytest.raises(ObjectStoreError) as raised:
@@ -208,9 +209,6 @@ def test_a_store_that_fails_neither_loses_nor_confirms(request: pytest.FixtureRe
 
 
 def test_the_writer_renews_by_itself(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    from elastic_train.storage import bucket_owner
-    from elastic_train.tools.drills.nodes import wait_until
-
     monkeypatch.setattr(bucket_owner, "RENEWAL_SECONDS", 0.01)
     one = Machine(store, "one")
     one.take("job", 3)
@@ -283,9 +281,6 @@ def test_a_loss_is_of_the_world_in_which_it_was_found(store: ObjectStore) -> Non
 
 def test_a_survivor_holds_it_between_worlds(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer is lost, and the next world takes longer to form than the next job waits."""
-    from elastic_train.storage import bucket_owner
-    from elastic_train.tools.drills.nodes import wait_until
-
     monkeypatch.setattr(bucket_owner, "RENEWAL_SECONDS", 0.01)
     gone, survivor, other = Machine(store, "gone"), Machine(store, "survivor"), Machine(store, "other")
     survivor.owner.hold()
@@ -338,25 +333,8 @@ def test_who_waits_says_so_once_and_may_be_stopped(store: ObjectStore) -> None:
 
 
 def test_an_outage_of_renewals_is_told_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fsspec
-
-    from elastic_train.storage import bucket_owner
-    from elastic_train.tools.drills.nodes import wait_until
-
-    class Broken(MemoryArm):
-        is_broken = False
-        num_failed = 0
-
-        def put_if(self, key: str, data: bytes, version: str | None) -> str:
-            if self.is_broken:
-                self.num_failed += 1
-                raise ConnectionResetError
-            return super().put_if(key, data, version)
-
     monkeypatch.setattr(bucket_owner, "RENEWAL_SECONDS", 0.01)
-    url = parse_url(f"memory://{request.node.name}")
-    arm = Broken(fsspec.filesystem("memory"), url)
-    one = Machine(ObjectStore(url, Tries(total=0.0), arm), "one")
+    arm, one = broken_machine(request)
     told: list[str] = []
     one.owner.warn = told.append
     one.take("job", 3)

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,24 +25,11 @@ from elastic_train.observe.reporting import Reporter
 from elastic_train.runlog.events import EventLog, JsonLines, Ledger
 from elastic_train.runlog.reader import Cursor, read_all, read_with_torn
 from elastic_train.tools.drills.nodes import wait_until
-from elastic_train.world import Member, World
-from tests.integration.cluster import check_lines
+from elastic_train.world import World
 from tests.unit.test_admission import member
 from tests.unit.test_state import make_state
 
-MEMBERS = tuple(
-    Member(
-        host=host,
-        local_rank=0,
-        pid=pid,
-        agent_pid=1,
-        address=("127.0.0.1", 1),
-        directory_id="d",
-        backend="gloo",
-        max_generation=None,
-    )
-    for pid, host in enumerate("abcd", start=1)
-)
+MEMBERS = tuple(replace(member(pid), host=host) for pid, host in enumerate("abcd", start=1))
 WORLD = World(rank=2, generation=7, members=MEMBERS)
 
 
@@ -58,6 +44,12 @@ def strictly(text: str) -> Any:
 
 def event_log(directory: Path) -> EventLog:
     return EventLog(directory, host="node", local_rank=1, rank=0, world_size=1)
+
+
+def reporter(path: Path, *, wants_bar: bool = False) -> Reporter:
+    return Reporter(
+        events=event_log(path / "events"), ledger=None, tensorboard_dir=path, wants_bar=wants_bar, debug=False
+    )
 
 
 def only_file(directory: Path) -> Path:
@@ -80,9 +72,7 @@ def test_a_line_that_comes_long_after_its_commit_says_by_how_much(
     """A rank 0 that was lost could not write it: the next one does, as its world begins."""
     now = [100.0]
     monkeypatch.setattr("elastic_train.observe.reporting.time.monotonic", lambda: now[0])
-    made = Reporter(
-        events=event_log(tmp_path / "events"), ledger=None, tensorboard_dir=tmp_path, wants_bar=False, debug=False
-    )
+    made = reporter(tmp_path)
     commits = [{"step": step, "loss": 0.5, "generation": 0} for step in (6, 7)]
     for step in (6, 7):
         made.note_commit(step)
@@ -100,9 +90,7 @@ def test_a_line_that_comes_long_after_its_commit_says_by_how_much(
 
 def test_what_was_written_before_a_restore_says_nothing_of_the_steps_after_it(tmp_path: Path) -> None:
     """They may have the same numbers."""
-    made = Reporter(
-        events=event_log(tmp_path / "events"), ledger=None, tensorboard_dir=tmp_path, wants_bar=False, debug=False
-    )
+    made = reporter(tmp_path)
     me = replace(MEMBERS[0], host="node", local_rank=1, pid=os.getpid())
     state: Any = SimpleNamespace(step=99, last_commits=[{"step": 100, "loss": 0.5, "generation": 0}], is_finished=True)
     made.enter(World(0, 0, (me,)), state)
@@ -145,9 +133,7 @@ def test_a_step_without_a_loss_or_a_learning_rate_has_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: float | None, told: str
 ) -> None:
     """An error of the user's code came between the optimizer's step and the first commit."""
-    made = Reporter(
-        events=event_log(tmp_path / "events"), ledger=None, tensorboard_dir=tmp_path, wants_bar=False, debug=False
-    )
+    made = reporter(tmp_path)
     drawn: list[dict[str, float]] = []
     made._add_scalars = lambda _step, values: drawn.append(values)  # type: ignore[method-assign]
     state = make_state(max_steps=1)
@@ -179,9 +165,7 @@ def test_a_terminal_that_has_gone_ends_nothing(
     stderr, stdout = Stderr(io.FileIO(terminal, "w"), write_through=True), sys.stdout
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setenv("TERM", "xterm")
-    made = Reporter(
-        events=event_log(tmp_path / "events"), ledger=None, tensorboard_dir=tmp_path, wants_bar=True, debug=False
-    )
+    made = reporter(tmp_path, wants_bar=True)
     made._add_scalars = lambda _step, _values: None  # type: ignore[method-assign]
     state = make_state(max_steps=1)
     if not has_bar_before:
@@ -208,9 +192,7 @@ def test_a_terminal_that_has_gone_ends_nothing(
 def test_training_needs_no_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`2>&-` leaves Python without one."""
     monkeypatch.setattr(sys, "stderr", None)
-    made = Reporter(
-        events=event_log(tmp_path / "events"), ledger=None, tensorboard_dir=tmp_path, wants_bar=True, debug=False
-    )
+    made = reporter(tmp_path, wants_bar=True)
     state = make_state(max_steps=1)
     made.enter(World(0, 0, (member(0),)), state)
     made.log("one")
@@ -267,13 +249,6 @@ def test_lines_tell_of_a_quarantine_until_it_is_over(tmp_path: Path) -> None:
     assert "quarantined" not in second
 
 
-def test_a_line_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
-    log = event_log(tmp_path)
-    for number in range(3):
-        log.write("step", loss=number)
-        assert len(read_all(only_file(tmp_path))) == number + 1
-
-
 def test_no_file_before_the_first_line(tmp_path: Path) -> None:
     event_log(tmp_path / "events").close()
     assert list(tmp_path.iterdir()) == []
@@ -307,25 +282,6 @@ def test_a_killed_process_leaves_whole_lines_and_at_most_its_last_one_cut_off(tm
     *whole, _cut_off = path.read_bytes().split(b"\n")
     assert [json.loads(line)["number"] for line in whole] == list(range(len(whole)))
     assert [line["number"] for line in read_all(path)][: len(whole)] == list(range(len(whole))), "readers go on"
-
-
-@pytest.mark.parametrize(
-    ("events", "ledger", "is_sound"),
-    [
-        ('{"event":"step"}\n', '{"step":1}\n', True),
-        ('{"event":"step"}\n{"ev', '{"step":1}\n', True),
-        ('{"event":"step"}\n', '{"step":1}\n{"st', True),
-        ('{"event":"step"}\n{"event":"done"}\n', '{"step":1}\n{"st', False),
-        ('{"ev\n{"event":"step"}\n', '{"step":1}\n', False),
-    ],
-)
-def test_where_a_line_may_be_cut_off(events: str, ledger: str, is_sound: bool, tmp_path: Path) -> None:
-    """As the tests with real kills judge it."""
-    for name, text in (("events", events), ("ledger", ledger)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "node-0-1.jsonl").write_text(text)
-    with nullcontext() if is_sound else pytest.raises((AssertionError, ValueError)):
-        check_lines(tmp_path)
 
 
 def test_a_full_disk_ends_no_training(capsys: pytest.CaptureFixture[str]) -> None:
@@ -522,31 +478,6 @@ def test_a_world_s_events_go_where_the_run_directory_is_now(tmp_path: Path) -> N
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["start", "restore"]
 
 
-def test_a_disk_that_fills_up_within_a_line_spoils_only_that_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = JsonLines(tmp_path / "lines.jsonl")
-    lines.write({"number": 0})
-    whole = os.write
-
-    def short(fd: int, data: bytes) -> int:
-        return whole(fd, data[:4])
-
-    with monkeypatch.context() as patched:
-        patched.setattr("elastic_train.runlog.events.os.write", short)
-        lines.write({"number": 1})
-    lines.write({"number": 2})
-    assert read_all(lines.path) == [{"number": 0}, {"number": 2}]
-
-
-def test_appending_goes_on_after_what_is_there(tmp_path: Path) -> None:
-    for number in range(2):
-        lines = JsonLines(tmp_path / "lines.jsonl")
-        lines.write({"number": number})
-        lines.close()
-    assert [line["number"] for line in read_all(tmp_path / "lines.jsonl")] == [0, 1]
-
-
 def test_a_later_process_of_the_same_name_goes_on_behind_a_line_that_was_cut_off(tmp_path: Path) -> None:
     """In containers pids repeat."""
     path = tmp_path / "lines.jsonl"
@@ -572,6 +503,7 @@ def test_a_later_process_of_the_same_name_goes_on_behind_a_line_that_was_cut_off
         ('{"generation":1}\n{"ge\n{"generation":1}\n', [2]),
         ('{"generation":2}\n{"ge\n{"generation":1}\n', [2]),
         ('{"ge\n{"generation":1}\n', []),
+        ('{"a":1}\n{"a"\n\n[1]\n{"a":2}\n{"a":3', [2, 4]),  # one that is not ended is none
     ],
 )
 def test_a_line_is_torn_unless_a_later_process_goes_on_behind_it(text: str, torn: list[int], tmp_path: Path) -> None:
@@ -594,14 +526,6 @@ def test_a_line_is_torn_unless_a_later_process_goes_on_behind_it(text: str, torn
 def test_reading_skips_what_is_no_whole_object(tmp_path: Path, text: str, found: list[Any]) -> None:
     (tmp_path / "lines").write_text(text)
     assert read_all(tmp_path / "lines") == found
-
-
-def test_torn_lines_are_numbered_and_one_that_is_not_ended_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    path.write_text('{"a":1}\n{"a"\n\n[1]\n{"a":2}\n{"a":3')
-    torn: list[int] = []
-    assert list(read_with_torn(path, torn)) == [{"a": 1}, {"a": 2}]
-    assert torn == [2, 4]
 
 
 def test_a_cursor_reads_every_line_once_and_none_before_its_end(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from elastic_train.errors import RunDirectoryError, RunDirectoryInUse, SnapshotE
 from elastic_train.storage import ownership
 from elastic_train.storage.ownership import Ownership
 from elastic_train.storage.run_directory import SNAPSHOTS, RunDirectory
-from elastic_train.world import Member, World
+from elastic_train.world import World
+from tests.unit.test_liveness import make_member
 
 
 class SlowDisk:
@@ -50,11 +51,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
 
 
 def world_of(generation: int) -> World:
-    member = Member(
-        host="here", local_rank=0, pid=1, agent_pid=0, address=("127.0.0.1", 1), directory_id="", backend="gloo",
-        max_generation=None,
-    )  # fmt: skip
-    return World(rank=0, generation=generation, members=(member,))
+    return World(rank=0, generation=generation, members=(make_member(0),))
 
 
 def test_nobody_waits_for_a_disk_before_something_is_written(disk: SlowDisk) -> None:
