@@ -192,8 +192,10 @@ def seconds_of_a_death(links: Links) -> tuple[float, float]:
 
 def test_a_killed_process_is_refused_before_the_kernel_has_freed_its_memory(links: Links) -> None:
     """Unless its canary is the last thread to end, which frees the memory first."""
-    deaths = [seconds_of_a_death(links) for _ in range(5)]
-    assert any(refused < closed / 2 for refused, closed in deaths), deaths
+    deaths = []
+    while not deaths or deaths[-1][0] >= deaths[-1][1] / 2:  # on a busy machine not each time
+        deaths.append(seconds_of_a_death(links))
+        assert len(deaths) < 6, deaths
 
 
 def test_a_canary_alone_that_ends_is_a_death_and_one_that_another_program_replaces_is_none(links: Links) -> None:

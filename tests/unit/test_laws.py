@@ -34,18 +34,9 @@ def cases() -> Iterator[tuple[Voters, frozenset[str]]]:
 # --- one world --------------------------------------------------------------------------------------------------------
 
 
-def test_no_two_disjoint_sides_of_a_world_may_both_go_on() -> None:
-    count = 0
-    for voters, side in cases():
-        if voters.living and may_go_on([voters], side):
-            for other in subsets(tuple(node for node in voters.living if node not in side)):
-                assert not may_go_on([voters], other), (voters, side, other)
-                count += 1
-    assert count > 300
-
-
 def test_two_sides_that_may_go_on_have_a_voter_in_common() -> None:
     """Also where one has proven fewer deaths than the other: who is dead for the one votes in no side."""
+    count = 0
     for size in SIZES:
         for dead in subsets(world(size).nodes):
             for known in subsets(tuple(sorted(dead))):
@@ -54,9 +45,10 @@ def test_two_sides_that_may_go_on_have_a_voter_in_common() -> None:
                     continue
                 for side in subsets(more.living):
                     for other in subsets(more.living):
-                        if may_go_on([less], side) and may_go_on([more], other) and not side & other:
-                            living = len(more.living)
-                            pytest.fail(f"{side} knows {known}, {other} knows {dead}, {living} live")
+                        if may_go_on([less], side) and may_go_on([more], other):
+                            count += 1
+                            assert side & other, f"{side} knows {known}, {other} knows {dead}, {more.living} live"
+    assert count > 300
 
 
 def test_of_two_sides_of_all_the_living_exactly_one_may_go_on() -> None:
@@ -97,29 +89,19 @@ def test_for_whom_a_side_waits() -> None:
 @pytest.mark.parametrize(
     ("size", "dead", "side", "goes_on"),
     [
-        (1, "", "a", True),
         (2, "", "a", True),  # the lowest rank
         (2, "", "b", False),
         (2, "a", "b", True),  # killed, not silent
-        (2, "b", "a", True),
         (3, "", "a", False),
-        (3, "", "bc", True),
         (3, "", "ab", True),
         (3, "a", "b", True),
         (3, "a", "c", False),
-        (3, "ab", "c", True),
         (4, "", "ab", True),
         (4, "", "ac", True),
-        (4, "", "ad", True),
         (4, "", "bc", False),
-        (4, "", "cd", False),
-        (4, "", "bcd", True),
-        (4, "", "a", False),
-        (4, "a", "b", False),
         (4, "a", "cd", True),
         (4, "ab", "c", True),
         (4, "ab", "d", False),
-        (4, "abc", "d", True),
         (5, "", "ab", False),
         (5, "", "cde", True),
         (5, "e", "ab", True),

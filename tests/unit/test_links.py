@@ -194,14 +194,6 @@ def test_what_a_member_cannot_read_counts_as_not_heard_and_is_told_once(open_lin
     until(lambda: heard(one, "b").status == "-theirs again", one, other)
 
 
-def test_pings_go_on(open_links: Open) -> None:
-    one, other = open_links("a"), open_links("b")
-    meet(one, other)
-    for _ in range(3):
-        before = heard(one, "b").pinged_at or 0.0
-        until(lambda before=before: (heard(one, "b").pinged_at or 0.0) > before, one, other)  # type: ignore[misc]
-
-
 class Caller:
     """Somebody who speaks the lines by hand."""
 

@@ -29,21 +29,12 @@ from elastic_train.rules import (
     seconds_to_form,
     stalled,
 )
-from elastic_train.world import Member
+from tests.unit.test_liveness import make_member
 
 LIMIT = 2.0
 GENERATION = 5
 
-MEMBER = Member(
-    host="node",
-    local_rank=0,
-    pid=1,
-    agent_pid=1,
-    address=("127.0.0.1", 1),
-    directory_id="run",
-    backend="gloo",
-    max_generation=None,
-)
+MEMBER = make_member(0)
 
 ranks_strategy = st.lists(st.integers(0, 9), unique=True).map(sorted)
 edges_strategy = st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)))
@@ -116,18 +107,6 @@ def test_connected_sees_an_edge_from_either_end(ranks: list[int], edges: set[tup
     assert connected(ranks, edges) == connected(ranks, edges | {(other, one) for one, other in edges})
 
 
-@given(ranks_strategy.filter(lambda ranks: len(ranks) >= 2), st.randoms(use_true_random=False))
-def test_of_one_cut_pair_exactly_one_is_expelled(ranks: list[int], random: object) -> None:
-    pair = random.sample(ranks, 2)  # type: ignore[attr-defined]
-    assert set(ranks) - set(connected(ranks, {tuple(pair)})) == {max(pair)}
-
-
-@given(ranks_strategy, edges_strategy)
-def test_connected_has_nothing_more_to_do_the_second_time(ranks: list[int], edges: set[tuple[int, int]]) -> None:
-    rest = connected(ranks, edges)
-    assert connected(rest, edges) == rest
-
-
 # --- small rules ------------------------------------------------------------------------------------------------------
 
 
@@ -137,11 +116,6 @@ def test_a_generation_is_beyond_all_that_anybody_has_seen(seen: list[int | None]
     known = [generation for generation in seen if generation is not None]
     assert all(following > generation for generation in known)
     assert following == 0 or following - 1 in known
-
-
-def test_the_first_generation_is_zero() -> None:
-    assert next_generation([]) == next_generation([None, None]) == 0
-    assert next_generation([None, 0]) == 1
 
 
 @pytest.mark.parametrize(
@@ -237,8 +211,6 @@ BEATS = [
     for seconds in (LIMIT, LIMIT * 2)
     for limit in (LIMIT, LIMIT * 2)
 ]
-waits_long = MemberActivity(GENERATION, Activity.REDUCE, LIMIT * 2, LIMIT)
-computes_long = MemberActivity(GENERATION, Activity.COMPUTE, LIMIT * 2, LIMIT)
 
 
 def test_stalled_for_every_triple_of_beats() -> None:
@@ -262,16 +234,6 @@ def test_cut_off_for_every_triple_of_beats() -> None:
 def test_nobody_is_cut_off_where_nobody_beats() -> None:
     assert not is_cut_off({}, GENERATION)
     assert stalled({}, GENERATION) == frozenset()
-
-
-def test_a_long_computation_alone_is_nobodys_fault() -> None:
-    assert stalled({0: computes_long, 1: computes_long}, GENERATION) == frozenset()
-    assert stalled({0: waits_long, 1: computes_long}, GENERATION) == {1}
-
-
-def test_each_is_held_to_what_it_said_itself() -> None:
-    patient = MemberActivity(GENERATION, Activity.COMPUTE, LIMIT * 2, LIMIT * 10)
-    assert stalled({0: waits_long, 1: patient, 2: computes_long}, GENERATION) == {2}
 
 
 # --- waits ------------------------------------------------------------------------------------------------------------

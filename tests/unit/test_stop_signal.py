@@ -224,13 +224,10 @@ os._exit(0)
 @pytest.mark.parametrize(
     ("signums", "code"),
     [
-        ((signal.SIGINT,), 0),
         ((signal.SIGINT, signal.SIGTERM), 0),
         ((signal.SIGTERM, signal.SIGTERM, signal.SIGTERM), 0),
-        ((signal.SIGTERM, signal.SIGINT), 0),
         ((signal.SIGINT, signal.SIGINT), 130),
         ((signal.SIGTERM, signal.SIGINT, signal.SIGINT), 130),
-        ((signal.SIGINT, signal.SIGTERM, signal.SIGINT), 130),
     ],
 )
 def test_a_second_sigint_ends_it_at_once_whatever_came_before(signums: tuple[signal.Signals, ...], code: int) -> None:

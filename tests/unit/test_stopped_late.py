@@ -173,10 +173,6 @@ def test_the_step_in_hand_is_lost_time() -> None:
     assert sum(totals.values()) == 30.0
 
 
-def test_another_worker_of_the_node_saves() -> None:
-    assert "save" not in Life(make_stepping(), SECOND_OF_NODE).run()
-
-
 @pytest.mark.parametrize("is_between_worlds", [False, True])
 def test_it_stays_while_that_one_saves(is_between_worlds: bool) -> None:
     """Its agent would end the one that saves, 30 s after the first of its workers has gone."""

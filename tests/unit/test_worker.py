@@ -22,12 +22,13 @@ from elastic_train.elastic.worker import (
     bucket_of,
     check_start,
     check_state,
+    make_directory,
     make_state,
     require_bucket,
     warn_of_flags,
 )
 from elastic_train.elastic.world_report import describe_share
-from elastic_train.errors import Refused, SnapshotError, UsageError
+from elastic_train.errors import Refused, RunDirectoryError, SnapshotError, UsageError
 from elastic_train.rendezvous.launch import C10dSettings, Launch
 from elastic_train.rules import require_agreement
 from elastic_train.storage import store_arms
@@ -160,6 +161,13 @@ def test_a_model_that_its_task_has_spread_out_stays_where_it_is(places: tuple[st
     assert [layer.weight.device.type for layer in model.children()] == found
 
 
+def test_a_snapshot_directory_of_no_use_is_told_by_its_flag(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = Config(run_dir=tmp_path / "run", snapshot_dir=str(tmp_path / "file"))
+    with pytest.raises(RunDirectoryError, match=r"^--snapshot-dir .*/file cannot be written to: Not a directory"):
+        make_directory(config, "none")
+
+
 IDENTITY = {"training set by its items": "1f"}
 
 
@@ -169,12 +177,14 @@ class OwnFlags:
     scratch: Path = Path("here")
 
 
+def agreement_of(**flags: Any) -> dict[str, Any]:
+    config = Config(task="mine:Spread", own_flags=OwnFlags(), **flags)
+    worker: Any = SimpleNamespace(config=config, task=Spread("cpu"), device=CPU, identity=IDENTITY)
+    return Worker.agreement(worker)
+
+
 def test_members_agree_on_a_tasks_flags_but_for_paths() -> None:
-    config = Config(task="mine:Spread", own_flags=OwnFlags())
-    worker: Any = SimpleNamespace(
-        config=config, task=Spread("cpu"), device=CPU, identity={"training set by its items": "1f"}
-    )
-    agreement = Worker.agreement(worker)
+    agreement = agreement_of()
     assert agreement["--gain"] == 0.5
     assert agreement["--task"] == "mine:Spread"
     assert "--scratch" not in agreement
@@ -195,17 +205,10 @@ def test_members_agree_on_the_shapes_of_a_model_and_not_on_its_values() -> None:
 
 
 def test_members_agree_on_a_bucket_and_not_on_a_folder() -> None:
-    def agreement(snapshot_dir: str) -> dict[str, Any]:
-        config = Config(task="mine:Spread", own_flags=OwnFlags(), snapshot_dir=snapshot_dir)
-        worker: Any = SimpleNamespace(
-            config=config, task=Spread("cpu"), device=CPU, identity={"training set by its items": "1f"}
-        )
-        return Worker.agreement(worker)
-
-    assert agreement("memory://here")["--snapshot-dir"] == "memory://here"
-    assert "--snapshot-dir" not in agreement("/a/folder")
+    assert agreement_of(snapshot_dir="memory://here")["--snapshot-dir"] == "memory://here"
+    assert "--snapshot-dir" not in agreement_of(snapshot_dir="/a/folder")
     with pytest.raises(UsageError, match="credentials do not belong into a URL"):
-        agreement("s3://key:secret@bucket/run")
+        agreement_of(snapshot_dir="s3://key:secret@bucket/run")
 
 
 @pytest.mark.parametrize("on_split", ["wait", "go-on"])
@@ -222,12 +225,7 @@ def test_members_agree_on_the_key_and_do_not_tell_it(tmp_path: Path) -> None:
     def agreement(key: str | None) -> dict[str, Any]:
         if key is not None:
             (tmp_path / key).write_text(key)
-        path = None if key is None else tmp_path / key
-        config = Config(task="mine:Spread", own_flags=OwnFlags(), snapshot_key=path)
-        worker: Any = SimpleNamespace(
-            config=config, task=Spread("cpu"), device=CPU, identity={"training set by its items": "1f"}
-        )
-        return Worker.agreement(worker)
+        return agreement_of(snapshot_key=None if key is None else tmp_path / key)
 
     key, other = "a key of 16 bytes", "another key of 16"
     require_agreement(agreement(key), agreement(key), "the run")
