@@ -386,10 +386,7 @@ def test_what_the_page_deletes_to_begin_again_is_what_trains(overlay: str) -> No
         .partition("`kubectl delete")[0]
     )
     named = {word for code in re.findall("`([^`]+)`", page) for word in code.split() if "/" in word}
-    there = {
-        f"{found['kind'].lower()}/{found['metadata']['name']}"
-        for found in build_folder(KUBERNETES / "overlays" / overlay)
-    }
+    there = {f"{found['kind'].lower()}/{found['metadata']['name']}" for found in build(overlay)}
     trains = {name for name in there if name.partition("/")[0] in ("job", "jobset", "trainjob", "pytorchjob")}
     assert trains
     assert trains <= named
