@@ -119,11 +119,7 @@ Cases = dict[str, tuple[tuple[str, ...], dict[str, str]]]
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Node]]:
     """All of them side by side: most of a start is imports."""
-    with (
-        running(tmp_path_factory.mktemp("failures")) as cluster,
-        server(greet_and_close) as rude,
-        server(say_nothing) as mute,
-    ):
+    with running(tmp_path_factory.mktemp("failures")) as cluster, server(greet_and_close) as rude:
         path = cluster.path
         (path / "file").touch()
         (path / "broken.py").write_text(BROKEN_TASK)
@@ -140,14 +136,12 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Nod
         cases: Cases = {
             "mnist": (("--dataset", "mnist", "--data-dir", "nowhere"), {}),
             "run-dir": (("--run-dir", "file/run"), {}),
-            "snapshot-dir": (("--snapshot-dir", "file"), {}),
             "no-class": (("--task", "broken:Brokn"), {}),
             "broken-task": (("--task", "broken:Broken"), {}),
             "wrong-summary": (("--task", "broken:Summed", "--epochs", "1"), {}),
             "debug": (("--run-dir", "file/run", "--debug"), {}),
             "nothing-listens": (("--formation-timeout", "3"), in_a_fixed_world(free_port())),
             "rude-server": ((), as_worker(rude)),
-            "mute-server": ((), as_worker(mute)),
         }
         started = {}
         for name, (flags, env) in cases.items():
@@ -161,17 +155,15 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Nod
     [
         ("mnist", 1, ("nowhere", "--download", "--data-dir")),
         ("run-dir", 1, ("file/run", "Not a directory", "--run-dir")),
-        ("snapshot-dir", 1, ("file", "Not a directory", "--snapshot-dir")),
         ("no-class", 2, ("--task broken:Brokn", "did you mean Broken?")),
         ("wrong-summary", 2, ("Summed.summarize gave 'r2' as a str: it must be a number", "of step 1 is saved")),
         ("nothing-listens", 1, ("localhost:", "MASTER_ADDR")),
         ("rude-server", 1, STRANGER),
-        ("mute-server", 1, STRANGER),
     ],
 )
 def test_one_line_says_what_to_do(failures: dict[str, Node], case: str, code: int, words: tuple[str, ...]) -> None:
     node = failures[case]
-    assert node.wait(20 if case == "mute-server" else 100) == code, node.text()
+    assert node.wait(100) == code, node.text()
     line = error_line(node)
     for word in words:
         assert word in line
@@ -209,36 +201,6 @@ def test_mistake_in_the_users_task_shows_where_it_is(failures: dict[str, Node]) 
     assert node.text().rstrip().splitlines()[-1] == "RuntimeError: my own mistake"
 
 
-def worker(*flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [PYTHON, "-m", "elastic_train", *flags],
-        capture_output=True, text=True, timeout=60, cwd=cwd, env=clean_environment(),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--epochz", "3"), ("--epochz", "--help")),
-        (("--epochs", "0"), ("--epochs 0", "at least 1")),
-        (("--epochs", "many"), ("--epochs", "'many'")),
-        (("--dataset", "digit"), ("--dataset", "'digit'", "digits")),
-        (("--micro-batch-size", "100"), ("--micro-batch-size 100", "--global-batch-size 64")),
-        (("--reduction", "ordered", "--virtual-ranks", "7"), ("--virtual-ranks 7", "63 or 70")),
-        (("--download",), ("--download", "digits")),
-    ],
-)
-def test_bad_flags(tmp_path: Path, flags: tuple[str, ...], words: tuple[str, ...]) -> None:
-    ended = worker(*flags, cwd=tmp_path)
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    [line] = ended.stderr.splitlines()
-    assert line.startswith("elastic_train: error: ")
-    for word in words:
-        assert word in line
-    assert not list(tmp_path.iterdir()), "nothing was made"
-
-
 def test_help_is_whole_and_imports_nothing_heavy(tmp_path: Path) -> None:
     program = (
         "import sys; sys.argv = ['elastic_train', '--help']\n"
@@ -249,7 +211,9 @@ def test_help_is_whole_and_imports_nothing_heavy(tmp_path: Path) -> None:
     ended = subprocess.run(
         [PYTHON, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=clean_environment()
     )
-    assert ended.returncode == 0, ended.stderr
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "--no-fresh" not in ended.stdout
+    assert "--own-flags" not in ended.stdout
     assert ended.stdout.splitlines()[-1] == "heavy: []"
     for name, default in as_json(Config()).items():
         found = re.search(rf"^\s+{flag(name)}\b.*?(?=^ {{2}}--|\Z)", ended.stdout, re.MULTILINE | re.DOTALL)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import random
 import shutil
 import signal
@@ -189,11 +188,6 @@ def flip_a_bit(run_dir: Path) -> None:
     file.write_bytes(data)
 
 
-def cut_short(run_dir: Path) -> None:
-    file = newest_of(run_dir) / "state.pt"
-    os.truncate(file, file.stat().st_size - 1)
-
-
 def forge_zip(run_dir: Path) -> None:
     import io
 
@@ -204,20 +198,12 @@ def forge_zip(run_dir: Path) -> None:
     replace_state(newest_of(run_dir), buffer.getvalue())
 
 
-def forge_pickle(run_dir: Path) -> None:
-    replace_state(newest_of(run_dir), pickle.dumps(Payload(run_dir / "payload-ran")))
-
-
 SAME = ("--model", "mlp", "--snapshot-every", "0", "--max-steps", "35")
 STARTS = {
     "bit": (flip_a_bit, SAME),
-    "short": (cut_short, SAME),
     "zip": (forge_zip, SAME),
-    "pickle": (forge_pickle, SAME),
     "seed": (None, (*SAME, "--seed", "7")),
-    "batch": (None, (*SAME, "--global-batch-size", "32")),
     "model": (None, (*SAME[2:], "--model", "cnn")),
-    "dataset": (None, (*SAME, "--dataset", "synthetic")),
 }
 
 
@@ -235,9 +221,8 @@ def starts(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield started
 
 
-@pytest.mark.parametrize("damage", ["bit", "short"])
-def test_damaged_snapshot_is_skipped(starts: dict[str, tuple[Node, Path]], prepared: Path, damage: str) -> None:
-    node, run_dir = starts[damage]
+def test_damaged_snapshot_is_skipped(starts: dict[str, tuple[Node, Path]], prepared: Path) -> None:
+    node, run_dir = starts["bit"]
     before = int(snapshot_names(prepared)[-2].split("-")[1])
     assert node.wait() == 0, node.text()
     restored = events(run_dir, "restore")[-1]
@@ -250,9 +235,8 @@ def test_damaged_snapshot_is_skipped(starts: dict[str, tuple[Node, Path]], prepa
     assert incident["committed_steps_lost"] == 30 - before
 
 
-@pytest.mark.parametrize("forgery", ["zip", "pickle"])
-def test_forged_snapshot_is_refused(starts: dict[str, tuple[Node, Path]], forgery: str) -> None:
-    node, run_dir = starts[forgery]
+def test_forged_snapshot_is_refused(starts: dict[str, tuple[Node, Path]]) -> None:
+    node, run_dir = starts["zip"]
     assert node.wait() == 1
     line = error_line(node)
     assert "refused" in line
@@ -261,15 +245,7 @@ def test_forged_snapshot_is_refused(starts: dict[str, tuple[Node, Path]], forger
     assert outcomes(run_dir)[-1] == "failed"
 
 
-@pytest.mark.parametrize(
-    ("what", "values"),
-    [
-        ("seed", ("--seed", "0", "7")),
-        ("batch", ("--global-batch-size", "64", "32")),
-        ("model", ("model", "'mlp'", "'cnn'")),
-        ("dataset", ("'digits'", "'synthetic'")),
-    ],
-)
+@pytest.mark.parametrize(("what", "values"), [("seed", ("--seed", "0", "7")), ("model", ("model", "'mlp'", "'cnn'"))])
 def test_snapshot_of_another_run_is_refused(
     starts: dict[str, tuple[Node, Path]], prepared: Path, what: str, values: tuple[str, ...]
 ) -> None:

@@ -30,11 +30,11 @@ def test_a_node_imports_torch_and_hardly_anything_else(cluster: Cluster) -> None
 
     assert {name for name in imported(agent) if name.startswith("elastic_train")} <= OF_THE_AGENT
     assert "torch._dynamo" not in imported(agent)
-    assert packages(imported(agent)) - packages(modules_of("torch.distributed.run")) <= {"elastic_train"}
+    of_agents, of_workers = modules_beside_torch("torch.distributed.run", "torch._dynamo")
+    assert packages(imported(agent)) - packages(of_agents) <= {"elastic_train"}
 
     assert {"elastic_train.elastic.run", "torch._dynamo"} <= imported(worker)
-    needed = packages(modules_of("torch, torch._dynamo")) | {"elastic_train"} | OF_THE_FLAGS
-    assert packages(imported(worker)) <= needed
+    assert packages(imported(worker)) <= packages(of_workers) | {"elastic_train"} | OF_THE_FLAGS
 
 
 def imported(log: str) -> set[str]:
@@ -42,10 +42,22 @@ def imported(log: str) -> set[str]:
     return set(re.findall(r"^import time: .*\| +(\S+)$", log, re.MULTILINE))
 
 
-def modules_of(names: str) -> set[str]:
-    """All that is there once these are imported."""
-    program = f"import sys, {names}\nprint(*sys.modules)"
-    return set(subprocess.run([PYTHON, "-c", program], check=True, capture_output=True, text=True).stdout.split())
+ALL_OF_EACH = """
+import importlib, os, sys, torch
+for name in sys.argv[1:]:
+    if os.fork() == 0:
+        importlib.import_module(name)
+        print(*sys.modules, flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+
+
+def modules_beside_torch(*names: str) -> list[set[str]]:
+    """All that is there once torch and this is imported, for each of them."""
+    command = [PYTHON, "-c", ALL_OF_EACH, *names]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return [set(line.split()) for line in told.splitlines()]
 
 
 def packages(modules: set[str]) -> set[str]:
