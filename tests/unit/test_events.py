@@ -310,6 +310,17 @@ def limit_room(monkeypatch: pytest.MonkeyPatch, number: int = errno.ENOSPC) -> l
     return room
 
 
+def test_a_disk_that_fills_up_within_a_line_spoils_only_that_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, whole = JsonLines(tmp_path / "lines.jsonl"), os.write
+    with monkeypatch.context() as patched:
+        patched.setattr("elastic_train.runlog.events.os.write", lambda fd, data: whole(fd, data[:4]))
+        lines.write({"number": 1})
+    lines.write({"number": 2})
+    assert read_all(lines.path) == [{"number": 2}]
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_when_there_is_room_again_lines_are_written_again(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
