@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cache
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import psutil
@@ -28,6 +30,16 @@ def cpu_seconds(command: Sequence[str]) -> float:
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0
     return usage.ru_utime + usage.ru_stime
+
+
+def forkserver() -> ForkServerContext:
+    """Its processes are forked by one that has imported what takes seconds, once for all tests of a pytest process, and
+    runs nothing else: in a fork of the test's own one a lock may be held for ever."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch._dynamo", "pytest", "elastic_train.elastic.worker", "tests.simulation.simulator"]
+    )
+    return context
 
 
 @cache

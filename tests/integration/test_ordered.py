@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -39,6 +38,7 @@ from elastic_train.training.state import TrainState, state_sha256
 from elastic_train.training.step import task_loss, train_step
 from elastic_train.training.tasks import Task
 from elastic_train.world import World
+from tests.processes import forkserver
 
 CPU = torch.device("cpu")
 
@@ -278,7 +278,7 @@ def run_all(scenarios: list[Scenario], out: Path, timeout: float = 280) -> None:
     """Runs scenarios in as many processes as the largest world needs; at most the last one has a death."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     num_processes = max(size for scenario in scenarios for size, _ in scenario.worlds)
-    context = mp.get_context("spawn")
+    context = forkserver()
     processes = [
         context.Process(target=run_scenarios, args=(rank, store.port, out, scenarios), daemon=True)
         for rank in range(num_processes)

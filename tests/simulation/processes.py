@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 from multiprocessing.pool import Pool
 from types import ModuleType
 
 from elastic_train.elastic import barriers, joins
 from elastic_train.protocol import arbiter, known_worlds
 from elastic_train.rendezvous import etcd_finder, etcd_job
+from tests.processes import forkserver
 from tests.simulation import worker
 
 SHORT: list[tuple[ModuleType, str, float]] = [
@@ -28,10 +28,7 @@ removed."""
 
 
 def two_processes() -> Pool:
-    """Forked by a process without threads: in a fork of the test's own one a lock may be held for ever."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.simulation.simulator"])
-    return context.Pool(2, initializer=_begin)
+    return forkserver().Pool(2, initializer=_begin)
 
 
 def _begin() -> None:

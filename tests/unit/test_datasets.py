@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import multiprocessing
 import random
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from elastic_train.training.datasets import SyntheticImages, TensorImages
 from elastic_train.training.epoch_dataset import EpochDataset, as_fetched
 from elastic_train.training.sampler import StepSampler
 from elastic_train.training.tasks import Task
+from tests.processes import forkserver
 
 CIFAR10_MINI = Path(__file__).parents[2].parent / "shared/data/cifar10-mini"
 needs_cifar10_mini = pytest.mark.skipif(not CIFAR10_MINI.is_dir(), reason="cifar10-mini is not here")
@@ -290,13 +290,6 @@ class TestEpochDataset:
         assert [epoch for epoch, *_ in found[0]] == [2, 3]
         assert found[0] == found[1]
 
-    def test_leaves_the_training_process_its_generators(self) -> None:
-        torch.manual_seed(0)
-        expected = torch.rand(1)
-        torch.manual_seed(0)
-        EpochDataset(Noisy(), seed=3).__getitems__(MicroBatch(0, np.array([1, 2])))
-        assert torch.equal(torch.rand(1), expected)
-
     @pytest.mark.parametrize("draw", [torch.rand, lambda _: random.random(), lambda _: float(np.random.normal())])
     @pytest.mark.parametrize("is_whole", [False, True], ids=["collate", "gather"])
     def test_what_a_batch_draws_is_the_same_in_every_world(self, is_whole: bool, draw: Any) -> None:
@@ -349,11 +342,6 @@ class TestEpochDataset:
         assert reader.read(np.array([5])) == ([[5, 0]], 0.0)
         assert reader.read(np.array([6]))[0] == [[6, 0]]
         assert seen == [5, 6, 6], "the draw was seen"
-
-    def test_own_collate(self) -> None:
-        dataset = EpochDataset(Noisy(), seed=3, collate=len)
-        assert dataset.__getitems__(MicroBatch(0, np.array([1, 2])))[1] == 2
-        assert len(dataset) == 20
 
     def test_a_tensor_dataset_gives_the_same_batch_without_its_items(self, monkeypatch: pytest.MonkeyPatch) -> None:
         dataset = TensorDataset(torch.rand(9, 2, 3), torch.arange(9), torch.rand(9).to(torch.bfloat16))
@@ -521,7 +509,7 @@ class _Barrier:
 
 class TestDownload:
     def test_one_process_fetches_and_the_other_waits(self, tmp_path: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forkserver()
         barrier = _Barrier(context)
         data_dir = tmp_path / "new" / "data"
         processes = [context.Process(target=_download_with_a_fake, args=(data_dir, barrier)) for _ in range(2)]

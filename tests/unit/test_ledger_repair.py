@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import torch.distributed as dist
-from torch.multiprocessing import spawn
 
 from elastic_train.config import Config
 from elastic_train.elastic.ledger_repair import write_lines_again
@@ -19,6 +15,7 @@ from elastic_train.runlog.reader import read_all
 from elastic_train.training.batches import RunSampler
 from elastic_train.training.tasks import ImageClassification
 from elastic_train.world import World
+from tests.ranks import on_each_rank
 from tests.unit.test_batches import CPU, MEMBER
 from tests.unit.test_ledger_ends import write
 
@@ -29,12 +26,7 @@ def make_world(rank: int, size: int) -> World:
     return World(rank, 5, tuple(replace(MEMBER, local_rank=local) for local in range(size)))
 
 
-def work(rank: int, port: int, path: Path) -> None:
-    # Imported later, by an optimizer, it would keep the group, whose threads abort the process as Python ends.
-    import torch._dynamo  # noqa: F401
-
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+def work(rank: int, path: Path) -> None:
     state = make_state(CONFIG, ImageClassification("digits", "mlp", Path(), 0), CPU)
     state.step, state.samples_done, state.last_commits = 20, 20 * 64, [{"generation": 3}]
     events = EventLog(path / "events", host="localhost", local_rank=rank, rank=rank, world_size=2)
@@ -44,14 +36,12 @@ def work(rank: int, port: int, path: Path) -> None:
     directory = SimpleNamespace(ledger_dir=path / "ledger")
     worker: Any = SimpleNamespace(state=state, config=CONFIG, reporter=reporter, directory=directory)
     write_lines_again(worker, make_world(rank, 2))
-    dist.destroy_process_group()
 
 
 def test_all_ranks_write_their_lines_of_what_was_in_hand(tmp_path: Path) -> None:
     (tmp_path / "ledger").mkdir()
     write(tmp_path / "ledger" / "a.jsonl", (3, 19), (3, 20), (4, 11), (4, 12))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    spawn(work, args=(store.port, tmp_path), nprocs=2)
+    on_each_rank(work, tmp_path, size=2)
     lines = [line for path in (tmp_path / "new").glob("*.jsonl") for line in read_all(path)]
     assert sorted((line["step"], line["rank"], line["generation"]) for line in lines) == [
         (12, 0, 5), (12, 1, 5), (13, 0, 5), (13, 1, 5)

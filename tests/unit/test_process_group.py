@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from itertools import permutations
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from elastic_train.config import Config, parse
 from elastic_train.elastic.own_parallel import OwnParallel
-from elastic_train.elastic.process_group import is_communication_error, process_group
+from elastic_train.elastic.process_group import is_communication_error, process_group, set_group_timeout
 from elastic_train.elastic.session_steps import SessionSteps, StepInHand
 from elastic_train.elastic.states_check import StateChecks
 from elastic_train.elastic.trainer import Program, Trainer
@@ -40,11 +41,13 @@ from elastic_train.protocol.addresses import address_towards, own_address
 from elastic_train.rules import Activity, Failure
 from elastic_train.system import open_sockets
 from elastic_train.tools.drills.nodes import wait_until
+from elastic_train.training.collectives import GROUP_TIMEOUT, exchange
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.reduction import StepTotals
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
 from elastic_train.world import World
+from tests.ranks import beside_a_store
 from tests.unit.test_liveness import make_member
 
 # --- which sockets are shut -------------------------------------------------------------------------------------------
@@ -367,20 +370,10 @@ print(json.dumps({"own": own, "reused": is_open_in_child(number)}))
 """
 
 
-@pytest.fixture(scope="module")
-def open_in_child() -> dict[str, bool]:
+def test_a_forked_child_closes_the_groups_sockets_and_nothing_else() -> None:
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
-    found: dict[str, bool] = json.loads(done.stdout)
-    return found
-
-
-def test_a_forked_child_does_not_keep_the_groups_sockets_open(open_in_child: dict[str, bool]) -> None:
-    assert not open_in_child["own"]
-
-
-def test_a_forked_child_closes_nothing_but_the_groups_sockets(open_in_child: dict[str, bool]) -> None:
-    assert open_in_child["reused"]
+    assert json.loads(done.stdout) == {"own": False, "reused": True}
 
 
 # --- its address ------------------------------------------------------------------------------------------------------
@@ -1167,46 +1160,26 @@ def test_what_a_world_begins_with_is_finished_in_its_first_steps() -> None:
     ]
 
 
-LATE = """
-import sys, time
-from datetime import timedelta
-
-import torch
-import torch.distributed as dist
-
-from elastic_train.training.collectives import GROUP_TIMEOUT, exchange
-from elastic_train.elastic.process_group import set_group_timeout
-
-rank, port = map(int, sys.argv[1:])
-store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=200))
-store.set(str(rank), "")
-store.wait(["0", "1"])  # the imports are through
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=5))
-dist.barrier()
-set_group_timeout(GROUP_TIMEOUT)
-if rank == 1:
-    time.sleep(6.5)
-received = torch.zeros(3)
-exchange([(torch.full((3,), float(rank)), 1 - rank)], [(received, 1 - rank)])
-dist.destroy_process_group()
-print(received.tolist())
-"""
+def meet_late(rank: int, port: int, out: Path) -> None:
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=200))
+    store.set(str(rank), "")
+    store.wait(["0", "1"])  # both have started
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=5))
+    dist.barrier()
+    set_group_timeout(GROUP_TIMEOUT)
+    if rank == 1:
+        time.sleep(6.5)
+    received = torch.zeros(3)
+    exchange([(torch.full((3,), float(rank)), 1 - rank)], [(received, 1 - rank)])
+    dist.destroy_process_group()
+    (out / str(rank)).write_text(str(received.tolist()))
 
 
 @pytest.mark.timeout(300)
-def test_a_slower_rank_is_waited_for_in_an_exchange_of_the_ordered_mode() -> None:
+def test_a_slower_rank_is_waited_for_in_an_exchange_of_the_ordered_mode(tmp_path: Path) -> None:
     """gloo's messages keep the short limit with which the group was made, whatever is set later."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = [sys.executable, "-c", LATE]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank), str(server.port)], **pipes) for rank in range(2)]
-    try:
-        told = [process.communicate(timeout=250) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], told
-    assert [out for out, _ in told] == ["[1.0, 1.0, 1.0]\n", "[0.0, 0.0, 0.0]\n"]
+    beside_a_store(meet_late, tmp_path, size=2)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[1.0, 1.0, 1.0]", "[0.0, 0.0, 0.0]"]
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,13 @@ Where nothing is there, both begin from scratch; of parted snapshots on disks of
 from __future__ import annotations
 
 import json
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 
 from elastic_train.elastic.restore import Restored, restore
 from elastic_train.runlog.goodput import Phase, PhaseClock
@@ -26,6 +23,7 @@ from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.store_arms import Stored
 from elastic_train.storage.store_urls import parse_url
 from elastic_train.training.state import TrainState, state_sha256
+from tests.ranks import on_each_rank
 
 WORLD_SIZE = 2
 PARTED = (("disk-0", 3, 9), ("disk-1", 5, 4))
@@ -73,13 +71,7 @@ def bring(state: TrainState, rank: int, offers: list[SnapshotInfo], warnings: li
     )
 
 
-def work(rank: int, port: int, folder: Path, out: Path) -> None:
-    # Imported later, by an optimizer, it would keep the group, whose threads abort the process as Python ends.
-    import torch._dynamo
-
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60))
+def work(rank: int, folder: Path, out: Path) -> None:
     read: list[str] = []
 
     class Noting(ObjectStore):
@@ -112,7 +104,6 @@ def work(rank: int, port: int, folder: Path, out: Path) -> None:
         "paid": new.clock.node_seconds()[0],
     }
     (out / str(rank)).write_text(json.dumps(found))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +118,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     bucket.store.put(damaged, bytes(bucket.store.list()[damaged]))
     for disk, step, generation in PARTED:
         save(SnapshotWriter(out / disk, keep=3, host=disk, run_uid="run", task={}), step, generation)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    spawn(work, args=(store.port, out / "bucket", out), nprocs=WORLD_SIZE)
+    on_each_rank(work, out / "bucket", out, size=WORLD_SIZE)
     return [json.loads((out / str(rank)).read_text()) for rank in range(WORLD_SIZE)]
 
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing import spawn
 
 from elastic_train.elastic import handover
 from elastic_train.elastic.restore import sync_from_freshest
 from elastic_train.training.state import TrainState, state_sha256
 from elastic_train.world import Member, World
+from tests.ranks import on_each_rank
 
 FROZEN_BYTES = 64 * 2**20
 
@@ -56,14 +54,9 @@ def make_state(steps: int) -> TrainState:
     return state
 
 
-def survivors(rank: int, port: int, path: Path) -> None:
-    """All cases, one world after the other."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+def survivors(rank: int, path: Path) -> None:
     for name, case in CASES.items():
-        its_own = dist.PrefixStore(name, store)
-        dist.init_process_group("gloo", store=its_own, rank=rank, world_size=2, timeout=timedelta(seconds=60))
         (path / f"{name}-{rank}.json").write_text(json.dumps(survive(rank, case)))
-        dist.destroy_process_group()
 
 
 def survive(rank: int, case: Case) -> dict[str, Any]:
@@ -106,8 +99,7 @@ def survive(rank: int, case: Case) -> dict[str, Any]:
 def survived(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What each of two processes had after each case."""
     path = tmp_path_factory.mktemp("survived")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    spawn(survivors, args=(store.port, path), nprocs=2)
+    on_each_rank(survivors, path, size=2)
     return {name: [json.loads((path / f"{name}-{rank}.json").read_text()) for rank in range(2)] for name in CASES}
 
 
