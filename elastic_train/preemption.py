@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from elastic_train.errors import UsageError
 
 LEAD_SECONDS = 120.0
-"""before its deadline a noticed node leaves: as long as AWS gives. Where the notice comes later, at once"""
+"""before its deadline a noticed node leaves, at least: as long as AWS gives. Where the notice comes later, at once"""
 SHORTEST_SECONDS = 30.0
 """that a node has where the notice names no time, or one that is over: GCP's, and as long as torchrun waits"""
 GIVEN_SECONDS = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
@@ -36,6 +36,8 @@ class PreemptionNotice:
     is_certain: bool = True
     """the node goes, if the notice is not withdrawn; else it may, and nothing is done but say so"""
     host: str = ""
+    is_followed: bool = False
+    """another worker of the node leaves by it"""
 
     def at(self, host: str) -> PreemptionNotice:
         """The same, of a node."""
@@ -45,9 +47,10 @@ class PreemptionNotice:
         """Until the node is taken away, as far as is known. Where the clocks disagree it may be less than nothing."""
         return SHORTEST_SECONDS if self.deadline is None else self.deadline - now
 
-    def is_due(self, now: float) -> bool:
-        """Whether the node should leave now."""
-        return self.is_certain and self.seconds_left(now) <= LEAD_SECONDS
+    def is_due(self, now: float, save_seconds: float = 0.0) -> bool:
+        """Whether the node should leave now, where all leave at once and save the state in so long."""
+        is_near = self.is_followed or self.seconds_left(now) <= max(LEAD_SECONDS, ample_seconds(save_seconds))
+        return self.is_certain and is_near
 
     @property
     def described(self) -> str:
@@ -78,11 +81,16 @@ class Fit(Enum):
     TOO_LONG = "too long"
 
 
+def ample_seconds(save_seconds: float) -> float:
+    """That are enough for a state which takes so long to save: its size over the measured rate."""
+    return 2 * save_seconds + 5
+
+
 def fit_of(save_seconds: float, given_seconds: float) -> Fit:
-    """Of a state that takes so long to save: its size over the measured rate."""
+    """As `ample_seconds`, of the time that there is."""
     if save_seconds > given_seconds:
         return Fit.TOO_LONG
-    return Fit.TIGHT if 2 * save_seconds + 5 > given_seconds else Fit.FITS
+    return Fit.TIGHT if ample_seconds(save_seconds) > given_seconds else Fit.FITS
 
 
 def given_seconds(source: str, environ: Mapping[str, str]) -> float | None:

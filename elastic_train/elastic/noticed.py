@@ -35,6 +35,7 @@ class Noticed:
         self._relay = Relay(relay_path(worker)) if worker.launch.local_world_size > 1 else None
         self._watcher: NoticeWatcher | None = None
         self._is_first: Callable[[], bool] = lambda: worker.launch.local_rank == 0
+        self._save_seconds: Callable[[], float] = lambda: 0.0
         flag = notices_flag(worker.config.notices)
         self._source_name = flag.kind
         """of `auto`: once it is found"""
@@ -45,13 +46,20 @@ class Noticed:
         self._find_source = source_of(flag, worker.reporter.log, worker.stop.tell_also)
         if self._is_first() and self._relay is not None:
             self._relay.begin()
-        self._watcher = NoticeWatcher(self._find, self, host=worker.host)
+        self._watcher = NoticeWatcher(self._find, self, host=worker.host, save_seconds=lambda: self._save_seconds())
         self._watcher.start()
 
-    def follow(self, world: Callable[[], World | None], is_dead: Callable[[Member], bool]) -> None:
+    def follow(
+        self, world: Callable[[], World | None], is_dead: Callable[[Member], bool], save_seconds: Callable[[], float]
+    ) -> None:
         """This worker is a member of its job. Whether it is the one that asks, and tells, for its node is told by the
         world that it has agreed on last: only torchrun ends a node with its first worker. Until there is one, and from
-        `let_go` on, what was so before holds."""
+        `let_go` on, what was so before holds.
+
+        Args:
+            save_seconds: as `NoticeWatcher`'s.
+        """
+        self._save_seconds = save_seconds
         before = self._is_first()
 
         def is_first() -> bool:
@@ -67,8 +75,8 @@ class Noticed:
 
     def let_go(self) -> None:
         """It is that member no more: what belonged to it is not referred to."""
-        is_first = self._is_first()
-        self._is_first = lambda: is_first
+        is_first, save_seconds = self._is_first(), self._save_seconds()
+        self._is_first, self._save_seconds = lambda: is_first, lambda: save_seconds
 
     def _find(self) -> NoticeSource | None:
         if self._relay is None or self._is_first():

@@ -285,7 +285,8 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
             worker.reporter.warn,
             membership.joins.news.tell_once,
         )
-    noticed.follow(lambda: ring.world, membership.watcher.contacts.is_refused)
+    save_time = parts.saver.save_time
+    noticed.follow(lambda: ring.world, membership.watcher.contacts.is_refused, lambda: save_time.seconds)
     late = LateStop(worker, parts.trainer, exits, lambda: ring.world if resume.has_state else None, noticed.close)
     worker.stop.when_late = late.save
     membership.at_last = late.save_at_last

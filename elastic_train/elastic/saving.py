@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from elastic_train.elastic.run_files import RunFiles
-from elastic_train.elastic.snapshot_schedule import SnapshotSchedule
+from elastic_train.elastic.snapshot_schedule import SaveTime, SnapshotSchedule
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import DISK_FULL, NewerGeneration, OwnershipLost, SnapshotError
 from elastic_train.observe.reporting import Reporter
@@ -47,6 +47,7 @@ class Saver:
         self._files, self._written, self._now = files, written, now
         self._interval = interval_of(worker.config.snapshot_every)
         self._schedule = SnapshotSchedule(self._interval, now=now)
+        self.save_time = SaveTime(is_shared=worker.bucket is not None)
         self._has_noted_due, self._entered_at, self._has_begun = False, 0.0, False
         self._world: World | None = None
         self._best_step = -1
@@ -67,6 +68,7 @@ class Saver:
         """A world stands: from now on its generation is the one that writes."""
         self._was_writer = self._world is None or self._world.rank == 0
         self._world = world
+        self.save_time.enter(world)
         self._entered_at = self._now()
         self._schedule.enter(takes_over=world.rank == 0 and not self._was_writer, step=self._worker.state.step)
 
@@ -271,7 +273,7 @@ class Saver:
             stall_seconds=result.stall_seconds,
             total_seconds=result.total_seconds,
         )
-        self.newest = result
+        self.newest, self.save_time.measured = result, result.total_seconds
         self._written(result, 1 if self._world is None else self._world.num_training_nodes)
 
 

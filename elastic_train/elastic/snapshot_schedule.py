@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from elastic_train.snapshot_interval import (
     num_failures,
 )
 from elastic_train.training.state import TrainState
+from elastic_train.world import World
 
 TOLD_CHANGE = 0.25
 """of the interval, from the one that was told last"""
@@ -23,6 +25,42 @@ BUSY_STEPS = 1024
 """newest ones of which the median counts; a snapshot may hang for as long as its store does"""
 COSTS = 5
 """newest ones of which the median counts"""
+
+
+class SaveTime:
+    """How long the state takes to be saved. Rank 0 measures it and tells it in a vote, so that all of a world know the
+    same from the same step on: where all have a notice, it decides when they leave.
+
+    Args:
+        is_shared: whether nodes that leave at once send a share of the state each.
+    """
+
+    def __init__(self, *, is_shared: bool) -> None:
+        self._is_shared = is_shared
+        self._generation, self._is_rank_0, self._num_senders = -1, False, 1
+        self.measured = 0.0
+        """seconds of this worker's newest snapshot"""
+        self._told = -1, 0
+        """the generation in which it was told last, and whole seconds"""
+
+    def enter(self, world: World) -> None:
+        self._generation, self._is_rank_0 = world.generation, world.rank == 0
+        self._num_senders = world.num_training_nodes if self._is_shared else 1
+
+    def vote(self) -> int:
+        """Of rank 0, whole seconds that the others of its world have not been told; else 0."""
+        seconds = math.ceil(self.measured) or self._told[1]
+        return seconds if self._is_rank_0 and self._told != (self._generation, seconds) else 0
+
+    def note_vote(self, seconds: int) -> None:
+        """What the world has said in a step, summed."""
+        if seconds:
+            self._told = self._generation, seconds
+
+    @property
+    def seconds(self) -> float:
+        """That all nodes of the world need together; 0 where none has measured it. From any thread."""
+        return self._told[1] / self._num_senders
 
 
 class SnapshotSchedule:

@@ -55,11 +55,11 @@ class LateTotals:
 
     @property
     def votes(self) -> Votes:
-        return Votes(*map(int, self.sums[1:4].tolist()))
+        return Votes(*map(int, self.sums[1:-1].tolist()))
 
     @property
     def seconds(self) -> float:
-        return float(self.sums[4])
+        return float(self.sums[-1])
 
     @property
     def has_diverged(self) -> bool:

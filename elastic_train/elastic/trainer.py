@@ -197,7 +197,7 @@ class Trainer:
     def _make_training(self, world: World, shares: Iterable[Share], begin: Beginning) -> Training:
         """The parts of one world; this rank is in the training function from here on."""
         worker, membership = self._worker, self._membership
-        end = WorldEnd(world, membership)
+        end = WorldEnd(world, membership, self._saver.save_time.note_vote)
         self._passes.enter(world)
         sums = StepSums(worker, membership.watcher, world, end, self._votes)
         steps = SessionSteps(
@@ -246,7 +246,7 @@ class Trainer:
             self.states.check(world, end)
 
     def _votes(self) -> Votes:
-        self.last_votes = votes_of(self._worker, self._membership)
+        self.last_votes = votes_of(self._worker, self._membership)._replace(save_seconds=self._saver.save_time.vote())
         return self.last_votes
 
     def _warn_of_kept_modules(self) -> None:

@@ -47,11 +47,15 @@ class WorldEnd:
 
     A decision is taken by the votes of a step, which may come when the next step is under way. So it is done after the
     step that is in hand then, on every rank alike; at once (`bring_forward`) where all ranks waited for the votes.
+
+    Args:
+        note_save_seconds: is told the sum of those votes.
     """
 
-    def __init__(self, world: World, membership: Membership) -> None:
+    def __init__(self, world: World, membership: Membership, note_save_seconds: Callable[[int], None]) -> None:
         self._world = world
         self._membership = membership
+        self._note_save_seconds = note_save_seconds
         self.lost: Exception | None = None
         """with what a collective ended between two steps, where a peer was lost"""
         self._outcome: Outcome | None = None
@@ -78,6 +82,7 @@ class WorldEnd:
         if self._outcome is not None:  # in the last step of a world nobody votes
             return
         self._membership.joins.follow_vote(self._world, votes.joining)
+        self._note_save_seconds(votes.save_seconds)
         if votes.told_to_stop == self._world.world_size:
             self._next_outcome = Outcome.STOPPED
         elif votes.joining == NOW:

@@ -7,6 +7,7 @@ import ssl
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from urllib.parse import quote, urlsplit
@@ -132,7 +133,8 @@ class Relay:
         text = read_small(self._path)
         if text is not None:
             self.may_be_there = True
-            self._last = from_own(self.name, text)
+            found = from_own(self.name, text)
+            self._last = found and replace(found, is_followed=True)
         return self._last
 
 

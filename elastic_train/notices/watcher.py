@@ -46,6 +46,7 @@ class NoticeWatcher:
 
     Args:
         find: the source; called on the watcher's thread, for finding out may take a moment. None: there is none.
+        save_seconds: that the state takes to be saved; 0 where nobody knows.
         now: Unix seconds.
     """
 
@@ -55,10 +56,11 @@ class NoticeWatcher:
         listener: NoticeListener,
         *,
         host: str = "",
+        save_seconds: Callable[[], float] = lambda: 0.0,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._find, self._listener = find, listener
-        self._host, self._now = host, now
+        self._host, self._save_seconds, self._now = host, save_seconds, now
         self._standing: PreemptionNotice | None = None
         self._is_leaving = False
         self._failures = 0
@@ -93,7 +95,7 @@ class NoticeWatcher:
 
     def _follow(self, found: PreemptionNotice | None) -> None:
         before, self._standing = self._standing, found
-        is_due = found is not None and found.is_due(self._now())
+        is_due = found is not None and found.is_due(self._now(), self._save_seconds())
         is_other = found is not None and (before is None or _is_other(found, before))
         if before is not None and (found is None or (self._is_leaving and is_other and not is_due)):
             self._is_leaving = False

@@ -308,7 +308,7 @@ class SimParts:
         state.commit = state.taken = simulation.note_commit(worker, world, state.taken)
         worker.num_commits += 1
         watcher.pace.note_step(process.clock() - self.step_started)
-        told_to_stop, leaving, joining = (sum(each) for each in zip(*votes, strict=True))
+        told_to_stop, leaving, joining, _ = (sum(each) for each in zip(*votes, strict=True))
         self._membership.joins.follow_vote(world, joining)
         if told_to_stop == world.world_size:
             return Outcome.STOPPED

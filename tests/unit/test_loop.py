@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from elastic_train.config import Config
 from elastic_train.elastic.loop import bundled
+from elastic_train.elastic.snapshot_schedule import SaveTime
 from elastic_train.elastic.trainer import Program, Trainer
 from elastic_train.elastic.world_end import Outcome
 from elastic_train.errors import FormationFailed, SnapshotError, TrainingDiverged, UsageError
@@ -94,7 +95,9 @@ def make_loop(
         note_reduction=lambda: None,
         joins=SimpleNamespace(vote=lambda: 0, follow_vote=lambda world, vote: None),
     )
-    saver: Any = SimpleNamespace(is_due=lambda _state: False, owes_best=lambda _state: False)
+    save_time = SaveTime(is_shared=False)
+    save_time.enter(WORLD)
+    saver: Any = SimpleNamespace(is_due=lambda _state: False, owes_best=lambda _state: False, save_time=save_time)
     program = bundled(worker) if train is None else Program(train)
     return Trainer(program, worker, membership, saver), state, told
 
@@ -106,6 +109,22 @@ def steps(task: Watched) -> list[list[tuple[MicroBatch, Any]]]:
 
     batch = (torch.ones(2, 1), torch.zeros(2, dtype=torch.int64))
     return [[(micro_batch(step), batch)] for step in (1, 2)]
+
+
+@pytest.mark.parametrize("is_bundled", [True, False])
+def test_how_long_saving_takes_is_voted(*, is_bundled: bool) -> None:
+    """Also of a loop that has its votes after its commit."""
+
+    def train(training: Any) -> None:
+        for _ in training.epochs():
+            for _ in training.batches():
+                training.optimizer.step()
+                training.commit(0.0)
+
+    loop, *_ = make_loop(Watched(), None if is_bundled else train)
+    loop._saver.save_time.measured = 150.2
+    loop.run(WORLD, steps(Watched()))
+    assert loop._saver.save_time.seconds == 151.0
 
 
 def test_weights_that_are_changed_between_passes_are_kept_from_the_second_step_on() -> None:
@@ -250,8 +269,9 @@ def test_what_follows_a_commit_by_garbage_of_nccl_s_is_not_saved(next_is: str, h
     saved: list[int] = []
     state.epochs, state.last_step = 2, 4
     saver: Any = SimpleNamespace(
-        is_due=lambda _state: True, owes_best=lambda _state: False, save=lambda state: saved.append(state.step)
-    )
+        is_due=lambda _state: True, owes_best=lambda _state: False, save=lambda state: saved.append(state.step),
+        save_time=loop._saver.save_time,
+    )  # fmt: skip
     loop._saver = saver
     with pytest.raises(FormationFailed):
         loop.run(WORLD, steps(Watched()) * 2)

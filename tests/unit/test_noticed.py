@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -21,7 +22,7 @@ from elastic_train.elastic.noticed import Noticed, relay_path
 from elastic_train.elastic.run import run_worker
 from elastic_train.notices import watcher as watching
 from elastic_train.notices.clouds import find_cloud
-from elastic_train.notices.own_sources import Relay
+from elastic_train.notices.own_sources import FileSource, Relay
 from elastic_train.notices.watcher import NoticeWatcher
 from elastic_train.preemption import PreemptionNotice
 from elastic_train.rendezvous.launch import Launch
@@ -181,9 +182,9 @@ def test_no_start_reads_what_an_earlier_one_was_told(tmp_path: Path, monkeypatch
     assert relay_path(make_worker(tmp_path)) != of_spawn
 
 
-def enter(noticed: Noticed, world: World, *dead: int) -> None:
+def enter(noticed: Noticed, world: World, *dead: int, save_seconds: float = 0.0) -> None:
     """`dead`: local ranks."""
-    noticed.follow(lambda: world, lambda member: member.local_rank in dead)
+    noticed.follow(lambda: world, lambda member: member.local_rank in dead, lambda: save_seconds)
 
 
 def world_of(*local_ranks: int, rank: int = 0) -> World:
@@ -236,16 +237,46 @@ def test_the_first_that_lives_asks_for_its_node(is_agreed: bool, tmp_path: Path)
         worker.stop.uninstall()
 
 
+def test_where_the_state_takes_long_to_save_the_node_leaves_earlier(tmp_path: Path) -> None:
+    """Between two memberships as well: there it may have to save what it has."""
+    gone, worker = tmp_path / "gone", make_worker(tmp_path)
+    gone.write_text(json.dumps({"deadline": time.time() + 300.0}))
+    worker.config.notices = f"file:{gone}"
+    for seconds, is_due in ((0.0, False), (150.0, True)):
+        noticed = Noticed(worker)
+        enter(noticed, world_of(0), save_seconds=seconds)
+        noticed.let_go()
+        assert noticed._watcher is not None
+        noticed._watcher.look(FileSource(gone))
+        assert worker.stop.is_requested is is_due
+        noticed.close()
+    worker.stop.uninstall()
+
+
+def test_all_workers_of_a_node_leave_by_what_its_first_knows(tmp_path: Path) -> None:
+    """By now a snapshot may have taken less."""
+    first, second = make_worker(tmp_path), make_worker(tmp_path, local_rank=1)
+    noticed = Noticed(second)
+    Noticed(first).leave(replace(NOTICE, deadline=time.time() + 300.0))
+    NoticeWatcher(lambda: None, noticed, save_seconds=lambda: 1.0).look(noticed._find())
+    assert second.stop.is_requested
+    left = second.stop.seconds_left()
+    assert left is not None
+    assert left > 200.0
+    for worker in (first, second):
+        worker.stop.uninstall()
+
+
 def test_who_asks_does_so_until_it_is_in_a_world_again(tmp_path: Path) -> None:
     """A worker that was left out comes back as another member."""
     noticed = Noticed(make_worker(tmp_path, local_rank=1))
     assert not noticed._is_first()
     world: list[World | None] = [world_of(1)]
-    noticed.follow(lambda: world[0], lambda _member: False)
+    noticed.follow(lambda: world[0], lambda _member: False, lambda: 0.0)
     assert noticed._is_first()
     noticed.let_go()
     world[0] = None
-    noticed.follow(lambda: world[0], lambda _member: False)
+    noticed.follow(lambda: world[0], lambda _member: False, lambda: 0.0)
     assert noticed._is_first(), "it waits in the join queue"
     world[0] = world_of(0, 1, rank=1)
     assert not noticed._is_first()

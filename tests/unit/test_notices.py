@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,20 @@ def test_when_it_is_acted_on() -> None:
     assert is_due(-5), "it may be late, or the clocks differ"
     assert not is_due(121)
     assert not is_due(10, is_certain=False)
+
+
+@pytest.mark.parametrize(("save_seconds", "lead"), [(0.0, 120.0), (57.5, 120.0), (150.0, 305.0)])
+def test_where_saving_takes_long_it_leaves_earlier(save_seconds: float, lead: float) -> None:
+    """So much earlier that it fits; and a shorter one, of nodes that have come meanwhile, takes back nothing."""
+    assert fit_of(save_seconds, lead) is Fit.FITS
+    heard, takes = Heard(), [save_seconds]
+    heard.watcher = NoticeWatcher(lambda: heard, heard, save_seconds=lambda: takes[0], now=lambda: heard.now)
+    far = PreemptionNotice("s", "reboot", NOON + 900)
+    assert heard.after(far, 0.0) == [("hear", "reboot")]
+    assert heard.after(far, 899.0 - lead) == []
+    assert heard.after(far, 1.0) == [("leave", "reboot")]
+    takes[0] = 0.0
+    assert heard.after(far, 0.0) == []
 
 
 @pytest.mark.parametrize(
@@ -521,9 +536,9 @@ def test_the_relay_keeps_what_it_said(tmp_path: Path) -> None:
     assert reader.look() is None
     notice = PreemptionNotice("aws", "spot instance stop", NOON)
     writer.write(notice)
-    assert reader.look() == notice
+    assert reader.look() == replace(notice, is_followed=True)
     writer.clear()
-    assert reader.look() == notice, "who wrote it has left"
+    assert reader.look() == replace(notice, is_followed=True), "who wrote it has left"
     writer.write(None)
     assert reader.look() is None
 

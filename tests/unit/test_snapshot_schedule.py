@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elastic_train.config import Config, as_json, parse
-from elastic_train.elastic.snapshot_schedule import BUSY_STEPS, SnapshotSchedule
+from elastic_train.elastic.snapshot_schedule import BUSY_STEPS, SaveTime, SnapshotSchedule
 from elastic_train.errors import UsageError
 from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.snapshot_interval import (
@@ -24,6 +24,8 @@ from elastic_train.snapshot_interval import (
     num_failures,
 )
 from elastic_train.training.state import TrainState
+from elastic_train.world import World
+from tests.unit.test_liveness import make_member
 
 
 class Clock:
@@ -226,3 +228,36 @@ def test_what_is_remembered_of_a_snapshot_that_hangs_does_not_grow() -> None:
     run(schedule, clock, 2, 0.75, is_writing=True)
     schedule.note_written(stall_seconds=3.0)
     assert schedule.cost_seconds == (3.0 + 11 * BUSY_STEPS * 0.25 + 3.0 + 2 * 0.25) / 2, "the median of two"
+
+
+@pytest.mark.parametrize(
+    ("is_shared", "together"), [(True, 151 / 3), (False, 151.0)], ids=["a share of each node", "by one for all"]
+)
+def test_what_rank_0_has_measured_all_of_its_world_know(*, is_shared: bool, together: float) -> None:
+    """Newcomers too, and where the one that has measured it is gone: until the next one has measured anew."""
+    times = [SaveTime(is_shared=is_shared) for _ in range(3)]
+
+    def enter(generation: int, *of_ranks: SaveTime) -> None:
+        members = tuple(map(make_member, range(len(of_ranks))))
+        for rank, one in enumerate(of_ranks):
+            one.enter(World(rank=rank, generation=generation, members=members))
+
+    def step(*of_ranks: SaveTime) -> int:
+        told = sum(one.vote() for one in of_ranks)
+        for one in of_ranks:
+            one.note_vote(told)
+        return told
+
+    enter(0, *times)
+    assert step(*times) == 0
+    times[1].measured = 400.0  # of a state that it has saved for itself
+    times[0].measured = 150.2
+    assert [step(*times) for _ in range(2)] == [151, 0], "told once"
+    assert [one.seconds for one in times] == [together] * 3
+    newcomer = SaveTime(is_shared=is_shared)
+    enter(1, times[2], newcomer)
+    assert [step(times[2], newcomer) for _ in range(2)] == [151, 0]
+    assert newcomer.seconds == (151 / 2 if is_shared else 151.0)
+    times[2].measured = 20.0
+    step(times[2], newcomer)
+    assert newcomer.seconds == (10.0 if is_shared else 20.0)
