@@ -321,8 +321,8 @@ class Bucket:
         """Delete the old snapshots of a run, now that `written` is there, and what writers left behind that did not
         end; what is left when `flight` is awaited, the next call deletes. Returns warnings.
 
-        Of all hosts: machines that may be taken away come back under other names. Called by the owner, whose newest
-        snapshots are never the ones that a start reads: it has read before."""
+        Of all hosts: machines that may be taken away come back under other names. None that a member of this run reads:
+        the owner calls this, who has read before; and where states differ, who reads anew has awaited it (ring.py)."""
 
         def is_given_up() -> bool:
             return flight is not None and flight.is_awaited

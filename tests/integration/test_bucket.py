@@ -73,6 +73,10 @@ def test_a_run_goes_on_from_a_bucket_alone(
     assert steps_in(url)[0] == 40
     assert 2 <= len(steps_in(url)) <= 3, "--keep-snapshots, whichever were not put off"
     assert len(events(new, "warning")) == IS_SWIFT, "it has no conditional put"
+    store = ObjectStore(parse_url(url))
+    for stored in map(store.get, store.list()):
+        assert stored is not None
+        assert not [secret for secret in (ACCESS_KEY, SECRET_KEY) if secret.encode() in stored.data]
     missing = cluster.start_alone("--snapshot-dir", "s3://not-there/run", env=env, run_dir=cluster.path / "other")
     assert missing.wait() == 1
     assert "s3://not-there/run: cannot write" in error_line(missing)

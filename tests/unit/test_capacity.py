@@ -33,13 +33,19 @@ def inside(files: Files, *, num_nodes: int, num_spare: int = 0, max_nodes: int =
     return workers
 
 
-def test_three_train_and_five_could(files: Files) -> None:
-    inside(files, num_nodes=4, num_spare=1, max_nodes=6)
+def test_three_train_five_could_and_two_may_be_taken(files: Files) -> None:
+    workers = inside(files, num_nodes=4, num_spare=1, max_nodes=6)
     files.worker(4, "new", started=NOW - 5)
     found = read(files).capacity
     assert found == Capacity(train=3, spare=1, waiting=1, max_nodes=6)
     assert (found.could_train, found.wanted, found.may_be_taken) == (5, 1, 0)
     assert dict(describe(read(files), NOW))["nodes"] == "3 train, 5 could, 1 more wanted"
+    for worker in workers[1:3]:
+        worker.line["noticed"] = True
+        worker.write("notice", NOW - 1, state="given")
+    found = read(files).capacity
+    assert (found.train, found.could_train, found.may_be_taken) == (3, 5, 2)
+    assert dict(describe(read(files), NOW))["nodes"] == "3 train, 5 could, 1 more wanted, 2 may be taken away"
 
 
 def test_a_second_worker_of_a_newcomer_is_no_node_more(files: Files) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from elastic_train.elastic.noticed import Noticed, relay_path
 from elastic_train.elastic.run import run_worker
 from elastic_train.notices import watcher as watching
 from elastic_train.notices.clouds import find_cloud
+from elastic_train.notices.notice import NoticeSource
 from elastic_train.notices.own_sources import FileSource, Relay
 from elastic_train.notices.watcher import NoticeWatcher
 from elastic_train.preemption import PreemptionNotice
@@ -147,6 +149,39 @@ def test_what_auto_has_found_is_what_a_snapshot_is_to_fit(tmp_path: Path, monkey
         finally:
             noticed.close()
     assert [text for text in told if "a notice of gcp leaves 30 s, less than that" in text] == told != []
+
+
+def test_one_worker_of_a_node_finds_out_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others read what it passes on."""
+    probes, looks = list[str](), Counter[str]()
+
+    class Counted(FileSource):
+        def look(self) -> PreemptionNotice | None:
+            looks["source"] += 1
+            return super().look()
+
+    def find() -> NoticeSource:
+        probes.append(threading.current_thread().name)
+        return Counted(tmp_path / "gone")
+
+    def look(_relay: Relay) -> None:
+        looks["relay"] += 1
+
+    monkeypatch.setattr(watching, "find_cloud", find)
+    monkeypatch.setattr(Relay, "look", look)
+    monkeypatch.setattr(Relay, "poll_seconds", 0.01)
+    noticed = []
+    for local_rank in (1, 0):
+        worker = make_worker(tmp_path, local_rank=local_rank)
+        worker.config.notices = "auto"
+        noticed.append(Noticed(worker))
+        enter(noticed[-1], world_of(0, 1, rank=local_rank))
+    try:
+        wait_until(lambda: looks["source"] > 1 and looks["relay"] > 9, "looks of both", 20.0)
+    finally:
+        for one in noticed:
+            one.close()
+    assert probes == ["notices"]
 
 
 SRUN = {"run_id": "slurm-7", "step": "1"}

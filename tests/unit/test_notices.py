@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import signal
+import socket
 import time
 from dataclasses import replace
 from itertools import product
@@ -17,7 +19,7 @@ from elastic_train.errors import UsageError
 from elastic_train.notices import notice as answers
 from elastic_train.notices.clouds import AwsSource, AzureSource, GcpSource, find_cloud
 from elastic_train.notices.kubernetes import KubernetesSource
-from elastic_train.notices.metadata import ask
+from elastic_train.notices.metadata import LINK_LOCAL, ask
 from elastic_train.notices.notice import NoticeSource, NoticeUnreadable
 from elastic_train.notices.own_sources import EndpointSource, FileSource, Relay, SlurmSource
 from elastic_train.notices.watcher import NoticeWatcher
@@ -394,6 +396,26 @@ def test_proxies_are_passed_by(known: Path, monkeypatch: pytest.MonkeyPatch) -> 
     learn(known, instance="", preempted="TRUE", maintenance="NONE")
     with serving("gcp", known) as server:
         assert find_cloud(("127.0.0.1", server.server_port), seconds=5.0) is not None
+
+
+def test_no_name_is_looked_up(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who answers for names may be slow, or anybody."""
+    assert ipaddress.ip_address(LINK_LOCAL[0]).is_link_local
+    looked_up, ask_system = [], socket.getaddrinfo
+
+    def note(host: Any, *arguments: Any, **options: Any) -> Any:
+        looked_up.append(host)
+        return ask_system(host, *arguments, **options)
+
+    learn(known, instance="", preempted="FALSE", maintenance="NONE", machine="vm-1", events={"Events": []})
+    for cloud, source in {"aws": AwsSource, "gcp": GcpSource, "azure": AzureSource, "nobody's": None}.items():
+        with serving(cloud, known) as server, monkeypatch.context() as patch:
+            patch.setattr(socket, "getaddrinfo", note)
+            found = find_cloud(("127.0.0.1", server.server_port), seconds=5.0)
+            assert (None if found is None else type(found)) is source
+            if found is not None:
+                assert found.look() is None
+    assert set(looked_up) == {"127.0.0.1"}
 
 
 def test_an_endpoint_of_ones_own(known: Path) -> None:
