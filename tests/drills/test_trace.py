@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from elastic_train.cli import main, make_parser
 from elastic_train.errors import UsageError
+from elastic_train.snapshot_interval import num_failures
 from elastic_train.tools import drills
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.lost_time import lost_time
@@ -31,7 +34,7 @@ from elastic_train.tools.drills.schedule import Planned
 from elastic_train.tools.drills.trace import Act, AvailabilityTrace, Move, Stay, read_trace
 from tests.drills.small_run import mark_as_drill, write_lines
 from tests.drills.test_drill import drill
-from tests.integration.cluster import check_steps
+from tests.integration.cluster import check_steps, events
 
 GOOD = """\
 node,from,to,notice,price
@@ -255,7 +258,7 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["c10d", "etcd3"])
 def test_nodes_that_are_taken_after_a_notice_cost_no_step(tmp_path: Path, backend: str) -> None:
     """And next to no time: the wall is that of the steps undisturbed at the world sizes that were there, within 2 %,
-    newcomers' imports included."""
+    newcomers' imports included. The notices come by --notices."""
     words = ("--trace", str(RECLAIMS), "--job", "long", "--backend", backend, "--nodes-as", "processes")
     done = drill(tmp_path, *words, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -269,6 +272,12 @@ def test_nodes_that_are_taken_after_a_notice_cost_no_step(tmp_path: Path, backen
     incidents = json.loads((run_dir / "result.json").read_text())["incidents"]
     assert sorted(incident["cause"] for incident in incidents) == ["join"] * 4 + ["leave"] * 4
     assert not any(incident["committed_steps_lost"] for incident in incidents)
+    assert num_failures(incidents) == 0
+    given, left = ([one for one in events(run_dir, "notice") if one["state"] == state] for state in ("given", "left"))
+    assert sorted(one["deadline"] for one in given) == sorted(one["deadline"] for one in left)
+    assert [one["source"] for one in left] == ["file"] * 4
+    assert all(one["seconds_left"] > 0 for one in left), "before its deadline"
+    assert events(run_dir, "signal") == events(run_dir, "peer_lost") == []
     found = lost_time(history)
     print(f"{backend}: {found.wall:.1f} s, of which undisturbed steps take {found.useful:.1f} s; {found}")
     assert min(found.step_seconds.values()) >= 0.1
@@ -285,6 +294,29 @@ def test_a_trace_in_which_everybody_goes(tmp_path: Path) -> None:
     record = read_drill(tmp_path / "run")
     assert record is not None
     assert [fault.name for fault in record.faults] == ["kill", "kill-all", "join", "join"]
+
+
+@pytest.mark.parametrize("hears_notices", [True, False])
+def test_how_a_node_is_told_that_it_goes(*, hears_notices: bool) -> None:
+    """By --notices with the moment at which it is taken, sped up as all else, where the job listens."""
+    done: list[tuple[str, float]] = []
+    agent = SimpleNamespace(send_signal=lambda signum: done.append((signal.Signals(signum).name, 0.0)))
+    place: Any = SimpleNamespace(
+        name="node2", index=1, is_running=True, members=("b/0/2",), effect=None,
+        node=SimpleNamespace(agent=lambda: agent),
+    )  # fmt: skip
+    cluster: Any = SimpleNamespace(places=[None, place], inside=[], is_in=lambda _: True, rank_of=lambda _: 1)
+    cluster.watch = SimpleNamespace(generation=0, step=5)
+    cluster.give_notice = lambda told, deadline: done.append((told.name, deadline - time.time()))
+    trace = AvailabilityTrace((Stay("a", 0.0, float("inf")), Stay("b", 0.0, 60.0, 30.0)), 2.0)
+    job = replace(JOBS["paced"], hears_notices=hears_notices)
+    settings: Any = SimpleNamespace(plan=trace.plan, seed=1, peer_timeout=2.0, job=job)
+    record: Any = SimpleNamespace(fault=lambda *_, **__: None)
+    replay = Replay(settings, trace, cluster, record, Untold())  # type: ignore[arg-type]
+    replay._do_what_is_due(15.0)
+    [(what, seconds)] = done
+    assert what == ("node2" if hears_notices else "SIGTERM")
+    assert seconds == (pytest.approx(15.0, abs=1.0) if hears_notices else 0.0)
 
 
 class Untold:

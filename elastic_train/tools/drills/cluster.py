@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.tools.audit.record import PACE_FILE, PACE_VARIABLE, Record, set_pace
 from elastic_train.tools.drills.backends import ENDING_SECONDS, C10d, Etcd3
 from elastic_train.tools.drills.network import Network
@@ -79,13 +81,16 @@ class Cluster:
         network: Network | None = None,
         backend: C10d | Etcd3 | None = None,
         program: DrilledProgram = BUNDLED_PROGRAM,
+        hears_notices: bool = False,
     ) -> None:
-        """`flags` are the worker's; `num_workers` counts the workers of a node; by default they meet under c10d."""
+        """`flags` are the worker's; `num_workers` counts the workers of a node; by default they meet under c10d.
+        `hears_notices`: `give_notice` tells a node that it is taken away."""
         self.run_dir = run_dir
         self.watch = RunWatch(run_dir)
         self.network = network
         self.places = [Place(index) for index in range(num_nodes)]
         self._flags, self._num_workers, self._program = list(flags), num_workers, program
+        self._hears_notices = hears_notices
         self._record = record
         self._pace_file = record.path / PACE_FILE
         self.backend = backend or C10d(network)
@@ -99,10 +104,13 @@ class Cluster:
     def start(self, place: Place) -> None:
         """Start a node there; returns at once."""
         place.num_started += 1
+        notices = self._notice_of(place)
+        notices.unlink(missing_ok=True)  # of the node before
         command = [
             sys.executable, "-m", "torch.distributed.run", *self.backend.torchrun_flags(),
             f"--nnodes=1:{len(self.places)}", f"--nproc-per-node={self._num_workers}",
             *self._program.words, "--run-dir", str(self.run_dir), *self._flags,
+            *(["--notices", f"file:{notices}"] if self._hears_notices else []),
         ]  # fmt: skip
         network = self.network
         if network is not None:
@@ -123,6 +131,13 @@ class Cluster:
         self._seen.append(place.node)
         place.members, place.effect = (), None
         self._record.node("started", place.name, pid=place.node.process.pid, log=place.node.log.name)
+
+    def _notice_of(self, place: Place) -> Path:
+        return self._record.path / f"{place.name}-notice.json"
+
+    def give_notice(self, place: Place, deadline: float) -> None:
+        """A node there is taken away at that time, in Unix seconds."""
+        write_atomic(self._notice_of(place), json.dumps({"deadline": deadline, "reason": "trace"}).encode())
 
     def set_pace(self, seconds_per_sample: float) -> None:
         set_pace(self._pace_file, seconds_per_sample)

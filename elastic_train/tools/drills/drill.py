@@ -107,6 +107,7 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
         network=network,
         backend=backend_of(settings.backend, network, run_id=settings.run_dir.name, endpoint=settings.etcd_endpoint),
         program=settings.program,
+        hears_notices=settings.job.hears_notices,
     )
     ends.callback(cluster.close)
     seconds = settings.plan[-1].at + 30

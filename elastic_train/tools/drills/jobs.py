@@ -33,6 +33,8 @@ class DrillJob:
     num_nodes: int = 4
     num_steps: int | None = None
     """that it has at its pace, whenever the last fault is; None: as many as the schedule takes, the rest unpaced"""
+    hears_notices: bool = False
+    """a trace's notice is one of --notices, with its deadline; else it is SIGTERM"""
 
     @property
     def _can_wait(self) -> bool:
@@ -53,7 +55,9 @@ class DrillJob:
 PACED = "paced"
 JOBS = {
     PACED: DrillJob("digits, 20 steps a second"),
-    "long": DrillJob("1,600 steps of 0.15 s to the end", steps_per_second=10.0, num_nodes=3, num_steps=1600),
+    "long": DrillJob(
+        "1,600 steps of 0.15 s to the end", steps_per_second=10.0, num_nodes=3, num_steps=1600, hears_notices=True
+    ),
     "first-step": DrillJob(
         "the first step of each process takes 14 s", SHORT, ("--first-step-seconds", "14"), standstill=14.0
     ),

@@ -24,11 +24,16 @@ class Departure(Kill):
 
     name = "kill"
     is_last = False
+    deadline: float | None = None
+    """Unix seconds, of a notice that its node is given by --notices"""
 
     def limit_seconds(self) -> float:
         return RESTART_LIMIT_SECONDS if self.is_last else super().limit_seconds()
 
     def inject(self) -> str:
+        if self.deadline is not None:
+            self.cluster.give_notice(self.place, self.deadline)
+            return "notice given"
         evidence = super().inject()
         if self.is_last and self.victim is None:
             self.name, self.effects = "kill-all", frozenset({Effect.LOSES_STEPS})
@@ -93,6 +98,9 @@ class Replay(Conductor):
             if move.act is Act.NOTICE:
                 fault.name, fault.effects = "stop", frozenset({Effect.ASKS_TO_LEAVE})
                 fault.victim, fault.signum = "agent", signal.SIGTERM
+                if self._settings.job.hears_notices:
+                    taken = (one.at for one in self._moves if one.place == move.place and one.act is Act.TAKE)
+                    fault.deadline = time.time() + next(taken) - move.at
         if place.is_running is comes:
             self._skip(fault, "the node runs still" if comes else "its node had ended")
         else:
