@@ -306,10 +306,7 @@ def _add_snapshot(commands: Commands) -> None:
 
 def _add_etcd(commands: Commands) -> None:
     etcd = _add(commands, "etcd", serve_etcd, "a local etcd cluster to try a job on, until Ctrl-C")
-    etcd.add_argument("--members", type=int, metavar="N", help="how many (default: 3, of which one may die)")
-    etcd.add_argument(
-        "--dir", type=Path, metavar="PATH", help="keep data and logs there; another start goes on with it"
-    )
+    etcd.add_argument("--members", type=int, default=3, metavar="N", help="default: 3, of which one may die")
 
 
 def _add_bench(commands: Commands) -> None:

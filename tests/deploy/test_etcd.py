@@ -22,7 +22,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_train import cli
 from elastic_train.rendezvous.command_line import read_command
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.tools.check.endpoint import days_of_server, look_at_etcd
@@ -40,13 +39,6 @@ def lines_of_page(program: str) -> list[list[str]]:
     """The page's commands with a program, as words."""
     text = re.sub(r"\\\n", " ", PAGE)
     return [shlex.split(line) for line in text.splitlines() if line.startswith(f"    {program} ")]
-
-
-def assert_one_line(capsys: pytest.CaptureFixture[str], *told: str) -> None:
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(r"elastic-train: error: .*\n", err)
-    assert all(text in err for text in told), err
 
 
 class TestCertificates:
@@ -124,20 +116,6 @@ class TestCertificates:
         changed = {name for name in before if after[name] != before[name]}
         assert changed == {"server.pem", "server.key", "trainer.pem", "trainer.key"}
         type_in(["openssl verify -CAfile ca.pem server.pem trainer.pem"], tmp_path)
-
-
-@pytest.mark.parametrize(("name", "told"), [("afile", "exists"), ("afile/x", "Not a directory")])
-def test_a_folder_that_cannot_be_made(name: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "afile").touch()
-    assert cli.main(["etcd", "--dir", str(tmp_path / name)]) == 2
-    assert_one_line(capsys, str(tmp_path / name), told)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_folder_that_may_not_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tmp_path.chmod(0o500)
-    assert cli.main(["etcd", "--dir", str(tmp_path)]) == 2
-    assert_one_line(capsys, str(tmp_path), "Permission denied")
 
 
 ROOT_PASSWORD, TRAINER_PASSWORD = "of-root", "of-the-trainer"
@@ -322,47 +300,3 @@ def test_a_local_cluster_lives_until_it_is_ended(tmp_path: Path, signum: signal.
     finally:
         process.kill()
         process.wait(10)
-
-
-@pytest.mark.parametrize(("files", "flags", "told"), [
-    ({"member": ""}, (), "is not empty, and holds no cluster of this command"),
-    ({"ports.json": "[[1]]"}, (), "ports.json in it cannot be read"),
-    ({"ports.json": "[[TAKEN, 1]]"}, ("--members", "2"), "holds a cluster with 1 member; leave --members out"),
-    ({"ports.json": "[[TAKEN, 1]]"}, (), "port TAKEN of its cluster is taken; does it run already?"),
-])  # fmt: skip
-def test_a_folder_with_which_nothing_can_go_on(
-    files: dict[str, str], flags: tuple[str, ...], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-        for name, text in files.items():
-            (tmp_path / name).write_text(text.replace("TAKEN", port))
-        assert cli.main(["etcd", "--dir", str(tmp_path), *flags]) == 2
-    assert told.replace("TAKEN", port) in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == set(files), "nothing is touched"
-
-
-def test_another_start_goes_on_with_the_cluster_of_its_folder(tmp_path: Path) -> None:
-    """With its data, and at its ports: the line for torchrun stays."""
-    lines = []
-    for number in range(2):
-        log = tmp_path / f"log{number}"
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                [*CONSOLE, "etcd", "--dir", str(tmp_path / "etcd"), *(() if number else ("--members", "1"))],
-                stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=clean_environment(), cwd=tmp_path,
-            )  # fmt: skip
-        try:
-            line = wait_until(lambda log=log: re.search(r"^  torchrun (.*)$", log.read_text(), re.M), "the line", 100)
-            lines.append(line[1])
-            options = read_command(shlex.split(line[1])).options
-            endpoint = f"--endpoints={options['rdzv-endpoint']}"
-            words = ["get", "key", "--print-value-only"] if number else ["put", "key", "kept"]
-            etcdctl = [find_program("etcdctl"), endpoint, *words]
-            assert "kept\n" * number in subprocess.run(etcdctl, capture_output=True, text=True, check=True).stdout
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
-            process.wait(10)
-    assert lines[0] == lines[1]

@@ -55,7 +55,6 @@ class EtcdMember:
         prefix: Sequence[str],
     ) -> None:
         self.path, self.name, self.host = path, name, host
-        self.ports = ports
         self.client_port, peer_port = ports
         self.endpoint = f"{host}:{self.client_port}"
         self.url, self.peer_url = f"{scheme}://{self.endpoint}", f"http://{host}:{peer_port}"
@@ -102,8 +101,6 @@ class EtcdCluster:
         host: the address that they listen at.
         prefix: a command that runs the rest of its arguments somewhere else, e.g. in a network namespace.
         scheme: `https` with certificates, which are in `flags`, more of etcd's own, and in `ctl_flags`, of etcdctl's.
-        ports: for clients and for members, of each member: those of an earlier start, whose data are there. By default
-            free ones.
     """
 
     def __init__(
@@ -116,13 +113,12 @@ class EtcdCluster:
         scheme: str = "http",
         flags: Sequence[str] = (),
         ctl_flags: Sequence[str] = (),
-        ports: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.path, self._prefix, self._ctl_flags = path, prefix, ctl_flags
         free: list[int] = []
         while len(free) < 2 * size:
             free += {free_port()} - set(free)
-        pairs = list(ports) or list(zip(free[:size], free[size:], strict=True))
+        pairs = list(zip(free[:size], free[size:], strict=True))
         cluster = ",".join(f"m{number}=http://{host}:{peer}" for number, (_, peer) in enumerate(pairs))
         self.members = [
             EtcdMember(path, f"m{number}", host, pair, cluster, scheme, flags, prefix)
