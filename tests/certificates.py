@@ -25,7 +25,6 @@ def make_tls(
     hosts: Sequence[str] = HERE,
     *,
     client: str = "client",
-    days: int = 365,
     needs_client_cert: bool = True,
 ) -> Tls:
     """An authority of its own in `folder`, a certificate for servers at `hosts` and one for a client.
@@ -38,8 +37,9 @@ def make_tls(
     lines = openssl_lines()
     assert lines[0].startswith("SERVERS=")
     lines[0] = f"SERVERS={names} CLIENT={client}"
-    script = "\n".join(lines).replace("-days 365", f"-days {days}")
-    done = subprocess.run(["bash", "-ec", script], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["bash", "-ec", "\n".join(lines)], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     files = [folder / f"{name}.{kind}" for name in ("server", client) for kind in ("pem", "key")]
     return Tls(folder / "ca.pem", *files, needs_client_cert=needs_client_cert)

@@ -1,9 +1,8 @@
-"""What a check tells of the endpoint, and of certificates before they expire."""
+"""What a check tells of the endpoint."""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
@@ -11,22 +10,9 @@ from torch.distributed import TCPStore
 from elastic_train.protocol.signposts import HOLDER, reach_sign
 from elastic_train.protocol.store import TorchStore
 from elastic_train.tools.check import endpoint
-from elastic_train.tools.check.endpoint import days_of, expiry_told, look_at_endpoints
+from elastic_train.tools.check.endpoint import look_at_endpoints
 from elastic_train.tools.drills.nodes import free_port
 from elastic_train.world import Address
-from tests.certificates import make_tls
-
-
-def test_days_of_a_certificate(tmp_path: Path) -> None:
-    days = days_of(str(make_tls(tmp_path, days=3).client_cert))
-    assert days == pytest.approx(3.0, abs=0.1)
-    assert expiry_told("the client certificate", days) == ["the client certificate expires in 3 days"]
-    assert days_of(str(tmp_path / "none.pem")) is None
-
-
-@pytest.mark.parametrize(("days", "told"), [(None, []), (30.0, []), (-1.0, ["it has expired"])])
-def test_what_is_told(days: float | None, told: list[str]) -> None:
-    assert expiry_told("it", days) == told
 
 
 def test_of_several_endpoints_one_is_enough() -> None:

@@ -207,10 +207,6 @@ def test_a_store_that_cannot_be_used_and_one_with_a_member_away() -> None:
     the_one(world_rules.store_is_usable(gone), Level.BREAKS)
     everywhere = with_all(job(), rendezvous=RendezvousFacts((Problem("wrong ca=", "another"),), is_usable=False))
     assert "from node0, node1, node2: wrong ca=" in the_one(world_rules.store_is_usable(everywhere), Level.BREAKS).what
-    old = with_all(
-        job(), rendezvous=RendezvousFacts(expiries=("the client certificate trainer.pem expires in 3 days",))
-    )
-    assert "deploy/etcd" in the_one(world_rules.store_is_usable(old), Level.MATTERS).do
 
 
 def test_names() -> None:

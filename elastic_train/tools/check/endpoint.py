@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import socket
 import ssl
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +21,6 @@ from elastic_train.world import Address
 
 CONNECT_SECONDS = 3.0
 CALL_SECONDS = 8.0
-EXPIRY_DAYS = 14
 CHECK_ADDRESS = "check the address, the firewall, and whether it has started"
 SEE_PAGE = "deploy/etcd/README.md has TLS, users and roles"
 
@@ -82,9 +80,6 @@ def _holder_of(address: Address) -> str | None:
 
 def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
     """Each member by itself, then a write where the job will. Blocks some seconds where a member does not answer."""
-    expiries: list[str] = []
-    if settings.cert is not None:
-        expiries += expiry_told(f"the client certificate {settings.cert}", days_of(settings.cert))
     key = f"{settings.prefix}/{run_id}/{secrets.token_hex(6)}"
     met: dict[Problem, list[str]] = {}
     """by what is wrong, the members that it is wrong with"""
@@ -97,14 +92,11 @@ def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
         except StoreRefused as error:
             problem = Problem(error.what.removeprefix(f"etcd at {endpoint}: "), error.do or SEE_PAGE)
             met.setdefault(problem, []).append(endpoint)
-        else:
-            if settings.ca is not None:
-                expiries += expiry_told(f"the certificate of etcd at {endpoint}", days_of_server(endpoint, settings))
         finally:
             connections.close()
     problems = tuple(replace(problem, what=f"etcd at {', '.join(at)}: {problem.what}") for problem, at in met.items())
     if sum(map(len, met.values())) == len(settings.endpoints):
-        return RendezvousFacts(problems, is_usable=False, expiries=tuple(expiries))
+        return RendezvousFacts(problems, is_usable=False)
     connections = Connections(settings)
     try:
         etcd = Etcd(connections, deadline=CALL_SECONDS)
@@ -116,14 +108,14 @@ def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
     except (StoreUnreachable, StoreRefused) as error:
         do = error.do if isinstance(error, StoreRefused) else "see that a majority of its members run, and their logs"
         what = error.what if isinstance(error, StoreRefused) else str(error)
-        return RendezvousFacts((*problems, Problem(what, do or SEE_PAGE)), is_usable=False, expiries=tuple(expiries))
+        return RendezvousFacts((*problems, Problem(what, do or SEE_PAGE)), is_usable=False)
     finally:
         connections.close()
     who = "anybody" if settings.user is None and settings.cert is None else settings.user or "the client certificate"
     how = "TLS" if settings.ca is not None else "plain text"
     where = f"{settings.prefix}/{run_id}"
     note = f"etcd with {count(len(settings.endpoints), 'member')} over {how}; {who} may write below {where}"
-    return RendezvousFacts(problems, notes=(note,), expiries=tuple(expiries))
+    return RendezvousFacts(problems, notes=(note,))
 
 
 def unusable(what: str, do: str) -> RendezvousFacts:
@@ -167,41 +159,3 @@ def speaks_tls(connection: socket.socket) -> bool | None:
     except OSError:  # an etcd without TLS ends the connection
         return False
     return True
-
-
-def days_of_server(endpoint: str, settings: EtcdSettings) -> float | None:
-    """Until the certificate of a member that answers expires; None where it says nothing of that."""
-    host, port = split_endpoint(endpoint)
-    context = ssl.create_default_context(cafile=settings.ca)
-    try:
-        if settings.cert is not None and settings.key is not None:
-            context.load_cert_chain(settings.cert, settings.key)
-        with (
-            socket.create_connection((host, port), CONNECT_SECONDS) as plain,
-            context.wrap_socket(plain, server_hostname=host) as connection,
-        ):
-            certificate = connection.getpeercert() or {}
-    except OSError:  # it has answered gRPC, which is what counts
-        return None
-    expiry = certificate.get("notAfter")
-    return days_until(str(expiry)) if expiry else None
-
-
-def days_of(path: str) -> float | None:
-    """Until a certificate in a file expires; None where openssl is not there to tell, or cannot read the file."""
-    command = ["openssl", "x509", "-in", path, "-noout", "-enddate"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):  # a bad file is told by the connection that is made with it
-        return None
-    return days_until(done.stdout.strip().removeprefix("notAfter="))
-
-
-def days_until(expiry: str) -> float:
-    return (ssl.cert_time_to_seconds(expiry) - time.time()) / 86400
-
-
-def expiry_told(what: str, days: float | None) -> list[str]:
-    if days is None or days >= EXPIRY_DAYS:
-        return []
-    return [f"{what} expires in {days:.0f} days" if days > 0 else f"{what} has expired"]

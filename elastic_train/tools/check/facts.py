@@ -38,8 +38,6 @@ class RendezvousFacts:
     is_usable: bool = True
     """whether the problems leave enough of it to meet at"""
     notes: tuple[str, ...] = ()
-    expiries: tuple[str, ...] = ()
-    """of certificates that expire soon"""
     is_running: bool = False
     """whether the job itself answers there: it has begun"""
 

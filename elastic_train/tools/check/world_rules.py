@@ -136,15 +136,6 @@ def store_is_usable(gathered: Gathered) -> list[Finding]:
                 problem.do,
             )
         )
-    findings += [
-        Finding(
-            Level.MATTERS,
-            what,
-            "from then on nobody can meet, and who trains can tell etcd nothing more",
-            "renew it (deploy/etcd has how), or ask who has made it",
-        )
-        for what in dict.fromkeys(what for worker in gathered.workers for what in worker.rendezvous.expiries)
-    ]
     notes = dict.fromkeys(note for worker in gathered.workers for note in worker.rendezvous.notes)
     return findings + [Finding(Level.FINE, f"rendezvous: {note}") for note in notes]
 
