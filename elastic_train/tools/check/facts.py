@@ -112,10 +112,8 @@ class SharedFacts:
     """ranks whose listener cannot be reached from here"""
     sees_directory_of: tuple[int, ...] = ()
     """ranks whose file in the snapshot directory can be seen in this worker's"""
-    clock_offset: float | None = None
-    """seconds that rank 0's clock is ahead of this one"""
-    clock_error: float = 0.0
-    """how far `clock_offset` may be off"""
+    clock: float | None = None
+    """Unix seconds of a moment that is the same for all, but for milliseconds"""
     all_reduce_seconds: float | None = None
     """of ALL_REDUCE_BYTES over all workers, on their devices"""
     group_error: str | None = None

@@ -20,14 +20,13 @@ from elastic_train.rendezvous.launch import Launch
 from elastic_train.rules import common_backend
 from elastic_train.tools.check.facts import ALL_REDUCE_BYTES, SharedFacts, WorkerFacts, facts_of, to_json
 from elastic_train.tools.check.here import TrialPlace
-from elastic_train.training.collectives import exchange
+from elastic_train.training.collectives import barrier
 from elastic_train.world import Member, World
 
 PROBE_SECONDS = 3.0
 MOST_PROBES = 64
 """of one worker: in a large world everybody looks at those that come next, so that each is looked at by so many"""
 EXCHANGE_SECONDS = 120.0
-CLOCK_ROUNDS = 5
 
 
 def meet_others(membership: Membership, launch: Launch, mine: WorkerFacts) -> World:
@@ -134,33 +133,9 @@ def measure(membership: Membership, world: World, shared: SharedFacts) -> Shared
         # The line with which DDP scripts traditionally begin; each worker prints its own.
         told = f"rank = {dist.get_rank()}, world_size = {dist.get_world_size()}, backend = {backend}"
         print(f"[{os.getpid()}] {told}", flush=True)
-        offset, error = measure_clock(world)
         seconds = measure_all_reduce(world, device)
-        return replace(shared, clock_offset=offset, clock_error=error, all_reduce_seconds=seconds)
-
-
-def measure_clock(world: World) -> tuple[float, float]:
-    """(seconds that rank 0's clock is ahead of this one, how far that may be off): the best of a few questions."""
-    best = (0.0, 0.0)
-    for rank in range(1, world.world_size):
-        if world.rank == 0:
-            for _ in range(CLOCK_ROUNDS):
-                number = torch.zeros(1, dtype=torch.float64)
-                exchange([], [(number, rank)])
-                number[0] = time.time()
-                exchange([(number, rank)], [])
-        elif world.rank == rank:
-            answers = []
-            for _ in range(CLOCK_ROUNDS):
-                number = torch.zeros(1, dtype=torch.float64)
-                asked, started = time.time(), time.perf_counter()
-                exchange([(number, 0)], [])
-                exchange([], [(number, 0)])
-                taken = time.perf_counter() - started
-                answers.append((taken / 2, float(number) - asked - taken / 2))
-            error, offset = min(answers)
-            best = (offset, error)
-    return best
+        barrier()
+        return replace(shared, all_reduce_seconds=seconds, clock=time.time())
 
 
 def measure_all_reduce(world: World, device: torch.device) -> float:

@@ -257,24 +257,16 @@ def everybody_reaches_everybody(gathered: Gathered) -> list[Finding]:
 
 
 def clocks_agree(gathered: Gathered) -> list[Finding]:
-    known = {
-        rank: (shared.clock_offset, shared.clock_error)
-        for rank, shared in enumerate(gathered.shared)
-        if shared.clock_offset is not None
-    }
+    known = {rank: shared.clock for rank, shared in enumerate(gathered.shared) if shared.clock is not None}
     if len(known) < 2:
         return []
-    worst = max(known, key=lambda rank: abs(known[rank][0]) - known[rank][1])
-    offset, error = known[worst]
-    sure = abs(offset) - error
-    what = (
-        f"the clock of {gathered.name(worst)} is {abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} that of "
-    )
-    if sure >= NOTABLE_SKEW_SECONDS:
+    last, first = max(known, key=known.__getitem__), min(known, key=known.__getitem__)
+    skew = known[last] - known[first]
+    if skew >= NOTABLE_SKEW_SECONDS:
         return matters(
-            what + gathered.name(0),
+            f"the clock of {gathered.name(last)} is {skew:.1f} s ahead of that of {gathered.name(first)}",
             "training does not mind, but logs of different nodes cannot be put in order, and certificates may look "
             "expired, or not yet valid",
             "run chrony or systemd-timesyncd on every node",
         )
-    return fine(f"clocks: within {max(abs(offset), error):.3f} s")
+    return fine(f"clocks: within {skew:.3f} s")
