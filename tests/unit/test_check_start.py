@@ -47,8 +47,8 @@ class AcrossRanks(Empty):
 
 
 def look(path: Path, *flags: str, launch: Launch = ALONE, workers: int | None = None) -> WorkerFacts:
-    """What one worker finds, with a run directory below `path`, which is left as it was."""
-    before = sorted(path.rglob("*"))
+    """What one worker finds, with a run directory below `path`, in which no file is left."""
+    before = files_below(path)
     asked = [*([] if "--task" in flags else ["--model", "mlp"]), "--run-dir", str(path / "run"), *flags]
     config, launch = of_the_job(parse(asked), launch, workers)
     assert config.run_dir is not None
@@ -56,8 +56,12 @@ def look(path: Path, *flags: str, launch: Launch = ALONE, workers: int | None = 
     try:
         return look_here(config, launch, "127.0.0.1", directory, RendezvousFacts())
     finally:
-        directory.close()
-        assert sorted(path.rglob("*")) == before
+        directory.remove_marks()
+        assert files_below(path) == before
+
+
+def files_below(path: Path) -> list[Path]:
+    return sorted(found for found in path.rglob("*") if not found.is_dir())
 
 
 def is_good(found: WorkerFacts) -> bool:

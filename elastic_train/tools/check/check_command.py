@@ -164,7 +164,7 @@ def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.N
     finally:
         if membership is not None:
             membership.close()
-        directory.close()
+        directory.remove_marks()
 
 
 def look_at_rendezvous(arguments: argparse.Namespace, launch: Launch) -> RendezvousFacts:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import secrets
 import shutil
 import socket
 import tempfile
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +37,6 @@ from elastic_train.world import host_name
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SHARED_MEMORY = Path("/dev/shm")
-MOST_TRIES = 10
-"""to make a directory that others remove; below a file, or in /proc, it will never be there"""
 
 
 def look_here(
@@ -157,7 +154,7 @@ def describe_gpu(device: torch.device) -> Gpu | None:
 
 @dataclass
 class TrialDirectory:
-    """The snapshot directory, in which a check leaves nothing behind: made if need be, and then removed again."""
+    """The snapshot directory, made if need be, as a start does; a check leaves nothing in it."""
 
     path: Path
     error: str | None = None
@@ -165,27 +162,12 @@ class TrialDirectory:
 
     def __post_init__(self) -> None:
         self.path = self.path.absolute()
-        self.made: list[str] = []
-        """directories that were not there before; perhaps another worker makes some of them at the same moment"""
         self._marks: list[Path] = []
-        self._hold = self.path / f".check-{secrets.token_hex(8)}"
-        """there until the end: the checks of other nodes, each for itself, remove what they made once it is empty"""
         try:
-            self._take()
+            self.path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.path).close()
         except OSError as error:
             self.error = cause_of(error)
-
-    def _take(self) -> None:
-        """Raises: OSError."""
-        for tries_left in reversed(range(MOST_TRIES)):
-            self.made += [str(path) for path in (self.path, *self.path.parents) if not os.path.exists(path)]
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                self._hold.touch()
-                return
-            except (FileExistsError, FileNotFoundError):  # there, and the next moment removed by another check
-                if tries_left == 0:
-                    raise
 
     @property
     def free_bytes(self) -> int:
@@ -215,21 +197,10 @@ class TrialDirectory:
     def _mark(self, token: str, rank: int) -> Path:
         return self.path / f".check-{token}-{rank}"
 
-    def remove_marks(self, made: Collection[str] = ()) -> None:
-        """`made`: what the workers that share this directory have made in its path, all of them together."""
+    def remove_marks(self) -> None:
         for mark in self._marks:
             mark.unlink(missing_ok=True)
         self._marks.clear()
-        self.made = sorted({*self.made, *made}, key=len, reverse=True)  # from the innermost
-
-    def close(self) -> None:
-        """Remove what was made; directories that somebody uses meanwhile stay."""
-        self.remove_marks()
-        with suppress(OSError):
-            self._hold.unlink()
-        for path in self.made:
-            with suppress(OSError):
-                os.rmdir(path)
 
 
 TrialPlace: TypeAlias = TrialDirectory | TrialBucket

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import replace
@@ -98,9 +97,6 @@ def look_together(
         unreachable=tuple(rank for rank in probed_by(world.rank, len(world.members)) if not is_reachable(world, rank)),
         sees_directory_of=tuple(rank for rank in ranks if directory.sees_mark(token, rank)),
     )
-    # Only when all have looked may the marks go, and only without them what was made for them.
-    made = [json.loads(text) for text in gather(membership, world, "made", json.dumps(directory.made))]
-    directory.remove_marks({path for rank in shared.sees_directory_of for path in made[rank]})
     try:
         shared = measure(membership, world, shared)
     except Exception as error:

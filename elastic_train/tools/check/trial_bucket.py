@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from elastic_train.errors import ObjectStoreError
 from elastic_train.storage.bucket import Bucket
@@ -23,7 +23,6 @@ class TrialBucket:
         self.path = url
         self.error: str | None = None
         """why nothing can be written there"""
-        self.made: list[str] = []
         self._store = ObjectStore(url)
         self._marks: list[str] = []
         with self._noting_errors():
@@ -63,12 +62,8 @@ class TrialBucket:
     def _mark(token: str, rank: int) -> str:
         return f"check-{token}-{rank}"
 
-    def remove_marks(self, made: Collection[str] = ()) -> None:
-        """`made` is of folders alone."""
+    def remove_marks(self) -> None:
         with self._noting_errors():
             for mark in self._marks:
                 self._store.delete(mark)
         self._marks.clear()
-
-    def close(self) -> None:
-        self.remove_marks()
