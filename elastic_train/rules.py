@@ -148,30 +148,10 @@ def require_agreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], their_
         name, our_value, their_value = found
         words = LENGTHS.get(name, "{name} is {ours!r} here and {theirs!r}")
         differs = words.format(name=name, ours=our_value, theirs=their_value)
-        where = _where_data_differ(ours, theirs) if name.startswith(DATA_BY) else ""
         raise Refused(
-            f"{differs} on {their_name}{where}: this worker is refused; "
+            f"{differs} on {their_name}: this worker is refused; "
             "give all members the same, or another job --rdzv-id, --rdzv-endpoint and --run-dir of its own"
         )
-
-
-def _where_data_differ(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """By the marks of some entries, of which one in 64 is equal by chance; "" where they do not tell."""
-    here, there = (str(one.get(f"{DATA_BY}places", "")) for one in (ours, theirs))
-    differing = [number for number, (a, b) in enumerate(zip(here, there, strict=False)) if a != b]
-    if not differing or len(here) != len(there):
-        return ""
-    first = spread(int(ours["train_length"]), len(here))[differing[0]]
-    return (
-        f" (at least {len(differing)} of {len(here)} entries that were compared differ, the first is number {first}, "
-        "counted from 0)"
-    )
-
-
-def spread(length: int, most: int) -> list[int]:
-    """Places in a list, evenly spread from its first to its last, `most` of them or all; ascending."""
-    most = min(most, length)
-    return [number * (length - 1) // max(most - 1, 1) for number in range(most)]
 
 
 class Activity(StrEnum):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -21,7 +20,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from elastic_train.rules import spread
 from elastic_train.training.epoch_dataset import EpochDataset
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count
@@ -32,7 +30,6 @@ MAX_DEPTH = 4
 """of data sets within data sets"""
 MAX_INNER = 16
 """data sets side by side in one"""
-MARKS = string.ascii_letters + string.digits + "+/"
 SHOWN = 40
 """characters of a name in a message"""
 
@@ -42,11 +39,10 @@ def identify(
 ) -> dict[str, str]:
     """What must agree between members, by name; empty where nothing can be found out.
 
-    `places`: a character for each entry that `names` takes of the data set's own lists, by which a message says where
-    they differ. `names`: of lists with an entry for each item (files, labels) some entries, with paths below what these
-    have in common. `items`: whole numbers, types and shapes of the first item, the one in the middle and the last one,
-    where they can be read twice with the same outcome; other numbers as well of a TensorDataset. No texts: an item may
-    hold its path.
+    `names`: of lists with an entry for each item (files, labels) some entries, with paths below what these have in
+    common. `items`: whole numbers, types and shapes of the first item, the one in the middle and the last one, where
+    they can be read twice with the same outcome; other numbers as well of a TensorDataset. No texts: an item may hold
+    its path.
 
     Args:
         may_read: whether to read items. Not where loader processes do: files that a data set opens when it is first
@@ -55,13 +51,8 @@ def identify(
     found = {}
     names = _names_of(dataset)
     if names:
-        shown = next((entry for entry in names[0][1] if isinstance(entry, str)), "")
-        found["names"] = _digest([entries for _, entries in names]) + (
-            f" ({shown[:SHOWN]!r} is the first)" if shown else ""
-        )
-        own = [entries for is_own, entries in names if is_own]
-        if marks := _marks(own, min(len(dataset), NUM_ENTRIES)):  # type: ignore[arg-type]
-            found["places"] = marks
+        shown = next((entry for entry in names[0] if isinstance(entry, str)), "")
+        found["names"] = _digest(names) + (f" ({shown[:SHOWN]!r} is the first)" if shown else "")
     if may_read:
         length = len(dataset)  # type: ignore[arg-type]  # Dataset declares no __len__
         places = sorted({0, length // 2, length - 1})
@@ -97,24 +88,14 @@ def identify_code(code: Any) -> tuple[str, str] | None:
         return None
 
 
-def _marks(lists: Sequence[Sequence[Any]], num_places: int) -> str:
-    """For each place a character of what the lists hold there, which may have several parts of an entry in a row."""
-    whole = [entries for entries in lists if len(entries) % num_places == 0]
-    at_places = [
-        [part[n * len(part) // num_places :][: len(part) // num_places] for part in whole] for n in range(num_places)
-    ]
-    return "".join(MARKS[int(_digest(parts), 16) % len(MARKS)] for parts in at_places) if whole else ""
-
-
-def _names_of(dataset: Any) -> list[tuple[bool, list[Any]]]:
-    """Lists of entries, and whether each is the data set's own: not of one within."""
+def _names_of(dataset: Any) -> list[list[Any]]:
     try:
         return list(_lists(dataset, MAX_DEPTH))
     except Exception:  # of the user's code: what it is good for shows in training
         return []
 
 
-def _lists(dataset: Any, depth: int) -> Iterator[tuple[bool, list[Any]]]:
+def _lists(dataset: Any, depth: int) -> Iterator[list[Any]]:
     length = len(dataset)
     if length == 0:
         return
@@ -124,10 +105,16 @@ def _lists(dataset: Any, depth: int) -> Iterator[tuple[bool, list[Any]]]:
             places = spread(length, NUM_ENTRIES)
             entries = value[places].tolist() if is_array else [value[place] for place in places]
             if all(map(_is_plain, entries)):
-                yield depth == MAX_DEPTH, _below_common(entries)
+                yield _below_common(entries)
         for inner in value[:MAX_INNER] if isinstance(value, list | tuple) else [value]:
             if isinstance(inner, Dataset) and hasattr(inner, "__len__") and depth:
                 yield from _lists(inner, depth - 1)
+
+
+def spread(length: int, most: int) -> list[int]:
+    """Places in a list, evenly spread from its first to its last, `most` of them or all; ascending."""
+    most = min(most, length)
+    return [number * (length - 1) // max(most - 1, 1) for number in range(most)]
 
 
 def _is_plain(entry: Any) -> bool:
