@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import gc
-import json
 import time
-from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import timedelta
 from functools import partial
-
-import torch
 
 from elastic_train.config import Config, max_world_size
 from elastic_train.elastic.barriers import Waits
@@ -51,7 +47,6 @@ from elastic_train.rules import common_backend, seconds_before_return
 from elastic_train.stopping import StopSignal
 from elastic_train.training.batches import steps
 from elastic_train.training.data_identity import identify_code
-from elastic_train.training.state_hash import NOT_SETTINGS
 from elastic_train.world import World
 
 
@@ -163,11 +158,11 @@ def _as_member(
         return parts.exits.give_way(error, ring.world, back, has_state=parts.resume.has_state)
 
 
-def find_world(earlier: EarlierRun, worker: Worker, differing: Iterable[str | None]) -> World:
-    """The first world of this worker, with a warning of what is differing here from the others; not before it is in:
-    who is refused trains with nobody. Raises: as `EarlierRun.first_world`."""
+def find_world(earlier: EarlierRun, worker: Worker, warning: str | None) -> World:
+    """The first world of this worker, and then the warning: who is refused trains with nobody. Raises: as
+    `EarlierRun.first_world`."""
     world = earlier.first_world()
-    for warning in filter(None, differing):
+    if warning is not None:
         worker.reporter.warn(warning)
     return world
 
@@ -189,47 +184,11 @@ def _differing_code(worker: Worker, membership: Membership, program: Program) ->
     )
 
 
-def differing_settings(worker: Worker, membership: Membership) -> str | None:
-    """What is to be said where the optimizers that this start has built are set otherwise than on the node that has
-    begun the job: all train with those of rank 0, or of the run."""
-    state = worker.state
-    others = {name: one for name, one in state.extras.items() if isinstance(one, torch.optim.Optimizer)}
-    mine = settings_of({type(state.optimizer).__name__: state.optimizer, **others})
-    theirs = json.loads(membership.agreed_once("optimizers", json.dumps(mine)))
-    names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
-    differing = [f"{name} {mine.get(name)} here, {theirs.get(name)} there" for name in names]
-    if not differing:
-        return None
-    return (
-        f"the optimizers are not set as on the node with which this job began ({', '.join(differing[:3])}): all "
-        "train with the settings of the run, or of the first rank 0; give all nodes the same"
-    )
-
-
-NUM_GROUPS = 4
-"""whose settings are compared: all members keep the text"""
-
-
-def settings_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
-    """The plain settings of the first parameter groups of each, by a name for a person. Which kernel computes a step
-    may differ."""
-    found = {}
-    for title, optimizer in optimizers.items():
-        for number, group in enumerate(optimizer.param_groups[:NUM_GROUPS]):
-            which = f"{title}{f', group {number}' * (number > 0)}"
-            for name, value in group.items():
-                if name not in NOT_SETTINGS and isinstance(value, int | float | str | tuple | torch.Tensor):
-                    found[f"{which}: {name}"] = f"{value.tolist() if isinstance(value, torch.Tensor) else value}"
-    return found
-
-
 def _make_parts(
     worker: Worker, membership: Membership, program: Program, back: Return | None, noticed: Noticed
 ) -> RingParts:
     files = RunFiles(worker, membership.agreed_once("job_token", new_token()))
-    differing = [_differing_code(worker, membership, program)]
-    if back is None:  # else they have been trained with
-        differing.append(differing_settings(worker, membership))
+    differing = _differing_code(worker, membership, program)
     saver = Saver(worker, files, written=noticed.judge)
     earlier = EarlierRun(worker, membership, files, back)
     trainer = Trainer(program, worker, membership, saver)

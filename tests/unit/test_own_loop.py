@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from elastic_train.config import Config
 from elastic_train.elastic import own_loop
 from elastic_train.elastic.own_parallel import OwnParallel
-from elastic_train.elastic.run import differing_settings, find_world, settings_of
+from elastic_train.elastic.run import find_world
 from elastic_train.elastic.session import Training, scalar_of
 from elastic_train.errors import FormationFailed, Refused, UsageError
 
@@ -164,37 +163,22 @@ def test_what_is_kept_is_a_number() -> None:
         Training.keep(training, None)  # type: ignore[arg-type]
 
 
-def test_the_settings_of_optimizers_by_name() -> None:
-    one, other = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-    first = torch.optim.SGD([{"params": [one]}, {"params": [other], "lr": torch.tensor(0.5)}], lr=0.25)
-    second = torch.optim.Adam([one], lr=0.1, betas=(0.5, 0.9))
-    found = settings_of({"SGD": first, "d_optimizer": second})
-    assert (found["SGD: lr"], found["SGD, group 1: lr"], found["d_optimizer: lr"]) == ("0.25", "0.5", "0.1")
-    assert found["d_optimizer: betas"] == "(0.5, 0.9)"
-    assert not [name for name in found if "params" in name]
-
-
 @pytest.mark.parametrize("is_refused", [False, True])
-def test_who_is_refused_is_not_told_that_it_trains_with_the_settings_of_the_others(is_refused: bool) -> None:
+def test_who_is_refused_is_not_told_that_its_code_differs(is_refused: bool) -> None:
     warned: list[str] = []
-    optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.25)
-    worker: Any = SimpleNamespace(
-        state=SimpleNamespace(optimizer=optimizer, extras={}), reporter=SimpleNamespace(warn=warned.append)
-    )
-    theirs = json.dumps({**settings_of({"SGD": optimizer}), "SGD: lr": "0.5"})
-    membership: Any = SimpleNamespace(agreed_once=lambda _name, _mine: theirs)
+    worker: Any = SimpleNamespace(reporter=SimpleNamespace(warn=warned.append))
 
     def first_world() -> str:
         if is_refused:
             raise Refused("--lr is 0.25 here and 0.5 on the run")
         return "a world"
 
-    differing = differing_settings(worker, membership)
     earlier: Any = SimpleNamespace(first_world=first_world)
     with pytest.raises(Refused) if is_refused else nullcontext():
-        assert find_world(earlier, worker, [None, differing]) == "a world"
-    assert len(warned) == (0 if is_refused else 1)
-    assert all("(SGD: lr 0.25 here, 0.5 there): all train with the settings of the run" in line for line in warned)
+        assert find_world(earlier, worker, None) == "a world"
+        assert warned == []
+        assert find_world(earlier, worker, "another file") == "a world"
+    assert warned == ([] if is_refused else ["another file"])
 
 
 def test_what_a_broken_off_broadcast_has_left_in_the_weights_is_put_back() -> None:
