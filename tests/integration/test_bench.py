@@ -27,7 +27,8 @@ from elastic_train.tools.bench.snapshot_cost import (
 )
 from elastic_train.tools.bench.snapshot_cost import RIVALS as SAVING
 from elastic_train.tools.bench.snapshot_cost import rows_of as rows_of_snapshots
-from elastic_train.tools.bench.startup import measure_ours, rows_of
+from elastic_train.tools.bench.startup import measure as measure_startup
+from elastic_train.tools.bench.startup import rows_of
 from elastic_train.tools.drills.nodes import wait_until
 
 pytestmark = pytest.mark.timeout(180)
@@ -125,7 +126,7 @@ def test_every_way_to_save() -> None:
 
 @pytest.mark.slow
 def test_the_phases_of_a_join(tmp_path: Path) -> None:
-    joins = measure_ours(1, tmp_path / "run")
+    joins = measure_startup(1, tmp_path / "run")
     [join] = joins
     assert min(join.phases.values()) >= 0
     assert join.phases["worker: imports"] > max(join.phases["find the job"], join.phases["process group and state"])

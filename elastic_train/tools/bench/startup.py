@@ -7,8 +7,6 @@ is twice the first two, for there is an agent and a worker, once the third, and 
 
 A row's `theirs` is the limit, and a ratio above 1.0 is within it. Rows that are set in are the phases, one after the
 other; each stands beside its own part of the limit, those that have none beside ALLOWANCE_SECONDS, which they share.
-Where torchft is installed, a replica of it joins two others (rivals.py), which has no agent. The two jobs run
-one after the other, so each is counted in terms of the limit that was measured beside it.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -29,11 +26,10 @@ from typing import Any
 from elastic_train.errors import ElasticTrainError
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.bench import table
-from elastic_train.tools.bench.goodput_of_trace import Torchft, start_node, wait_for_world
 from elastic_train.tools.bench.recovery_time import MIN_STEPS, SETTLE_SECONDS, first_step_after, training_nodes
-from elastic_train.tools.bench.table import BenchRow, iqr
+from elastic_train.tools.bench.table import BenchRow
 from elastic_train.tools.drills.cluster import Cluster, Place
-from elastic_train.tools.drills.nodes import Node, clean_environment, wait_until
+from elastic_train.tools.drills.nodes import clean_environment, wait_until
 
 NUM_TRAINING = 2
 """nodes that train while another one joins"""
@@ -76,31 +72,11 @@ class JoinTimes:
     def seconds(self) -> float:
         return sum(self.phases.values())
 
-    @property
-    def in_limits(self) -> float:
-        return self.seconds / self.imports.limit
-
 
 def run(quick: bool) -> dict[str, Any]:
     """Quick: about two minutes; else some six."""
-    return table.report("startup", measure(QUICK if quick else THOROUGH))
-
-
-def measure(num_joins: int) -> list[BenchRow]:
-    """So many joins of each contender. Raises: TooSlow where one does not come about."""
     with tempfile.TemporaryDirectory(prefix="elastic-train-bench-") as scratch:
-        joins = measure_ours(num_joins, Path(scratch) / "run")
-        rows = rows_of(joins)
-        if Torchft.is_installed():
-            theirs = measure_torchft(num_joins, Path(scratch) / "torchft")
-            ours, their = (statistics.median(one.in_limits for one in found) for found in (joins, theirs))
-            spread = iqr([one.in_limits for one in theirs])
-            rows.append(
-                BenchRow("the same, beside torchft without an agent", ours, their, "limits", their / ours, spread)
-            )
-        else:
-            print("torchft is not installed (pip install 'elastic_train[bench]'): without its row", file=sys.stderr)
-    return rows
+        return table.report("startup", rows_of(measure(QUICK if quick else THOROUGH, Path(scratch) / "run")))
 
 
 def rows_of(joins: Sequence[JoinTimes]) -> list[BenchRow]:
@@ -115,35 +91,23 @@ def rows_of(joins: Sequence[JoinTimes]) -> list[BenchRow]:
     return rows
 
 
-# --- ours -------------------------------------------------------------------------------------------------------------
-
-
-def measure_ours(num_joins: int, run_dir: Path) -> list[JoinTimes]:
+def measure(num_joins: int, run_dir: Path) -> list[JoinTimes]:
+    """So many joins, each with what imports take before and after it. Raises: TooSlow where one does not come about."""
+    joins: list[JoinTimes] = []
     with training_nodes(run_dir, NUM_TRAINING, num_places=NUM_TRAINING + 1) as cluster:
         newcomer = cluster.places[-1]
-
-        def join_and_die() -> dict[str, float]:
+        before = measure_imports()
+        for number in range(num_joins):
             phases = join(cluster, newcomer)
             cluster.settle(NUM_TRAINING + 1, MIN_STEPS, SETTLE_SECONDS)
             cluster.kill([newcomer])
             cluster.settle(NUM_TRAINING, MIN_STEPS, SETTLE_SECONDS)
-            return phases
-
-        return beside_imports(num_joins, join_and_die)
-
-
-def beside_imports(num_joins: int, join: Callable[[], dict[str, float]]) -> list[JoinTimes]:
-    """So many joins, each with what imports take before and after it."""
-    joins: list[JoinTimes] = []
-    before = measure_imports()
-    for number in range(num_joins):
-        phases = join()
-        after = measure_imports()
-        imports = Imports(*map(statistics.fmean, zip(astuple(before), astuple(after), strict=True)))
-        joins.append(JoinTimes(phases, imports))
-        told = f"{joins[-1].seconds:.2f} s, limit {imports.limit:.2f} s"
-        print(f"join {number + 1} of {num_joins}: {told}", file=sys.stderr, flush=True)
-        before = after
+            after = measure_imports()
+            imports = Imports(*map(statistics.fmean, zip(astuple(before), astuple(after), strict=True)))
+            joins.append(JoinTimes(phases, imports))
+            told = f"{joins[-1].seconds:.2f} s, limit {imports.limit:.2f} s"
+            print(f"join {number + 1} of {num_joins}: {told}", file=sys.stderr, flush=True)
+            before = after
     return joins
 
 
@@ -188,34 +152,3 @@ def join(cluster: Cluster, place: Place) -> dict[str, float]:
     # The kernel tells a process's start, and a file's last change, to some milliseconds.
     moments = accumulate([started, *ends.values()], max)
     return {name: end - begin for name, (begin, end) in zip(ends, pairwise(moments), strict=True)}
-
-
-# --- torchft ----------------------------------------------------------------------------------------------------------
-
-
-def measure_torchft(num_joins: int, run_dir: Path) -> list[JoinTimes]:
-    """From the start of a replica to the first step that it takes part in, as one phase."""
-    contender = Torchft(run_dir)
-    run_dir.mkdir()
-    with ExitStack() as ends:
-        ends.callback(contender.close)
-        contender.start()
-
-        def start(number: int) -> Node:
-            node = start_node(contender, number, clean_environment())
-            ends.callback(node.end)
-            return node
-
-        def join_and_die() -> dict[str, float]:
-            started = time.monotonic()
-            newcomer = start(NUM_TRAINING)
-            wait_for_world(run_dir, NUM_TRAINING + 1)
-            seconds = time.monotonic() - started
-            newcomer.kill()
-            wait_for_world(run_dir, NUM_TRAINING)
-            return {"all": seconds}
-
-        for number in range(NUM_TRAINING):
-            start(number)
-        wait_for_world(run_dir, NUM_TRAINING)
-        return beside_imports(num_joins, join_and_die)
