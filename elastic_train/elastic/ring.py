@@ -22,7 +22,7 @@ from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.trainer import Trainer
 from elastic_train.elastic.worker import Worker
-from elastic_train.elastic.world_end import FruitlessWorlds, judge, wait_for_nodes
+from elastic_train.elastic.world_end import FruitlessWorlds, MissingNodes, judge
 from elastic_train.elastic.world_report import Interruption, WorldReport, losses_of
 from elastic_train.errors import StatesDiffer, Stopped, first_line
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
@@ -76,8 +76,7 @@ class RingParts:
 
 
 class Stages:
-    """What one worker does. A stage is a method that returns the next one, or the worker's exit code; STAGES has them
-    all."""
+    """What one worker does. The method of a stage's name does it, and returns the next one, or the exit code."""
 
     def __init__(
         self,
@@ -90,27 +89,21 @@ class Stages:
         self.world: World | None = None
         """the present one, one that waits for nodes included; while the next is agreed on, the one before"""
         self._worker, self._membership, self._parts = worker, membership, parts
-        self._clock, self._sleep = clock, sleep
-        self._fruitless = FruitlessWorlds()
+        self._clock = clock
+        self._fruitless, self._missing = FruitlessWorlds(), MissingNodes(worker, membership, clock, sleep)
         self._change = Change()
         """from the world before to the present one"""
         self._interruption = Interruption("start")
         """of the world before"""
-        self._failure: str | None = None
-        """what broke the present world"""
         self.is_inside = False
         """a world, whose errors are judged"""
         self._has_formed = False
         """the process group of the present world stands, or stood"""
-        self._formed: FormedGroup | None = None
-        """ahead of the present world, until its state is there"""
+        self._is_formed_ahead = False
+        """that group was, while the world before trained"""
         self.group = PresentGroup()
         self._resumed: Resumed | None = None
         """until training begins: at the finish, nothing was trained where it is still there"""
-        self._waits_until: float | None = None
-        """for more nodes, until a world trains"""
-        self._result: str | None = None
-        """of the run, which has ended without this spare"""
         self.began = clock()
         """the present stage"""
 
@@ -120,14 +113,14 @@ class Stages:
         """Agree with the others on the next world. Blocks as long as that takes."""
         self.group.close()
         self.is_inside = False
-        before = self.world
+        before, failure = self.world, self._interruption.failure
         if before is None:
             return self._enter(self._parts.find(), Change(seconds_meet=self._clock() - self.began))
-        if self._failure is not None:
+        if failure is not None:
             self._parts.resume.lose_step(self._clock() - self._parts.trainer.step_started)
-        self._fruitless.note(before, self._worker.state.step, self._failure)
+        self._fruitless.note(before, self._worker.state.step, failure)
         self._worker.reach("meet", before)
-        is_by_vote = self._failure is None and not before.is_spare
+        is_by_vote = failure is None and not before.is_spare
         is_planned = is_by_vote and self._interruption.cause == "join"
         try:
             with self._waiting():
@@ -137,15 +130,14 @@ class Stages:
         except Stopped:
             return Stage.STOP
         if world is before and world.is_spare:  # it is not over
-            self.is_inside, self._failure = True, None
+            self.is_inside = True
             return Stage.STAND_BY
-        if self._failure is not None:
-            self._parts.report.lost(self._failure, change)
+        if failure is not None:
+            self._parts.report.lost(failure, change)
         return self._enter(world, change)
 
     def _enter(self, world: World, change: Change) -> Stage:
-        self.world, self._change = world, change
-        self._failure, self._result, self._has_formed = None, None, False
+        self.world, self._change, self._has_formed = world, change, False
         if world.num_nodes < world.min_nodes and not self._worker.state.is_finished:
             return Stage.WAIT
         return self._begin(world)
@@ -158,21 +150,11 @@ class Stages:
 
     def wait(self) -> Stage:
         """Until there are --min-nodes again."""
-        world, limit, worker = self._present, self._worker.config.wait_timeout, self._worker
-        if self._waits_until is None:  # else who gives up first would have the others begin anew
-            self._waits_until = self._clock() + limit
-        left = max(0.0, self._waits_until - self._clock())
-        worker.reporter.log(
-            "; ".join([f"{world.num_nodes} of at least {world.min_nodes} nodes are here", *losses_of(self._change)])
-            + f": waiting {left:.0f} s for others to join"
-        )
-        worker.state.clock.count_nodes(world.num_nodes)
+        world = self._present
+        self._missing.report(world, losses_of(self._change))
         self._parts.files.hold_bucket(world, has_state=self._parts.resume.has_state)
         try:
-            is_joined = wait_for_nodes(
-                world, self._membership, limit, self._waits_until, worker.stop.check, self._clock, self._sleep
-            )
-            if not is_joined:
+            if not self._missing.wait(world):
                 return self._begin(world)
             with self._waiting():
                 following, later = self._membership.next_world(world, has_formed=True)
@@ -188,22 +170,20 @@ class Stages:
         world, membership, parts, worker = self._present, self._membership, self._parts, self._worker
         parts.report.begins(world, self._change, self._interruption)  # it may break before it stands
         parts.saver.enter(world)
-        self._formed = formed = membership.joins.take_formed(world)
+        formed = membership.joins.take_formed(world)
+        self._is_formed_ahead = formed is not None
         if formed is None or parts.resume.has_state:  # else the others still write as the generation before
             parts.files.claim(world, has_state=parts.resume.has_state)
         worker.share_cores(world)
         membership.watcher.expect(world)
         worker.reach("init", world)
-        if formed is None:
-            if world.rank == 0:
-                membership.job.place.show(world.uid, is_decided=True)
-            with self._waiting():
-                membership.barriers.wait_for_workers(world)
-        else:
-            with self._waiting():
-                membership.barriers.wait_for_left_out(world)
-            if not parts.resume.has_state:
-                parts.trainer.warm_up()
+        if formed is None and world.rank == 0:
+            membership.job.place.show(world.uid, is_decided=True)
+        barriers = membership.barriers
+        with self._waiting():
+            (barriers.wait_for_workers if formed is None else barriers.wait_for_left_out)(world)
+        if formed is not None and not parts.resume.has_state:
+            parts.trainer.warm_up()
         with self._waiting():
             self.group.enter(parts.open_group(world, formed))
         self._has_formed = True
@@ -213,9 +193,8 @@ class Stages:
     def sync(self) -> Stage:
         """Come to one state, and report the world."""
         world, parts, state = self._present, self._parts, self._worker.state
-        formed, self._formed = self._formed, None
         self._worker.reach("sync", world)
-        self._resumed = resumed = parts.resume.into(world, self._change, is_formed_ahead=formed is not None)
+        self._resumed = resumed = parts.resume.into(world, self._change, is_formed_ahead=self._is_formed_ahead)
         if parts.resume.has_state:  # else it has the position alone, and its clock is not the run's yet
             state.generation, state.generations = world.generation, state.generations + 1
         init, sync = self.began - parts.trainer.step_started, self._clock() - self.began
@@ -229,7 +208,7 @@ class Stages:
         world, membership, parts, state = self._present, self._membership, self._parts, self._worker.state
         resumed, self._resumed = self._resumed, None
         assert resumed is not None, "all have come to one state"
-        self._waits_until = None
+        self._missing.note_training()
         state.clock.enter(Phase.TRAIN)
         parts.saver.begin(state)
         if resumed.begin.first_ranks is None:  # else those who trained have just evaluated what was due
@@ -252,10 +231,10 @@ class Stages:
         # What this worker said in that very step, not what it was told since.
         return Stage.LEAVE if ended is Outcome.SOME_LEAVE and parts.trainer.last_votes.told_to_stop else Stage.MEET
 
-    def stand_by(self) -> Stage:
+    def stand_by(self) -> Stage | int:
         """As a spare: until the next world, or the end of the run."""
         world, membership = self._present, self._membership
-        self._waits_until = None
+        self._missing.note_training()
         self._parts.resume.stand_by()
         membership.watcher.expect(world)  # what was believed of the world before is over
         membership.watcher.enter(world)
@@ -263,17 +242,19 @@ class Stages:
             self._has_formed = True
             self._parts.report.stands_by(world)
         try:
-            self._result = membership.barriers.stand_by(world)
+            result = membership.barriers.stand_by(world)
         except Stopped:
             return Stage.LEAVE
+        if result is not None:
+            return self._parts.exits.finish_as_spare(world, result)
         self._interruption = Interruption("leave")
-        return Stage.MEET if self._result is None else Stage.FINISH
+        return Stage.MEET
 
     def break_off(self, error: Exception) -> Stage:
         """An error has ended the world: find out whose it is. Raises it where it is not a lost peer's."""
         self._membership.watcher.announce_broken()  # before anything else that may take its time
         broken_at, world, resume = self._clock(), self._present, self._parts.resume
-        self._formed = self._resumed = None
+        self._resumed = None
         error = self.group.break_off(error, self._worker.device)
         if isinstance(error, Stopped) and resume.has_state:  # told to stop as it waited for a store
             self.is_inside = False
@@ -283,22 +264,20 @@ class Stages:
         verdict = judge(error, step, world, self._membership)
         if verdict is not Failure.PEER:
             self._parts.exits.fail(error, verdict, world, has_state=resume.has_state)
-        self._failure = first_line(error)
+        failure = first_line(error)
         del error  # the frames of its traceback refer to this one
         detected = broken_at - self._parts.trainer.step_started
-        self._interruption = Interruption("peer_lost", detected, self._clock() - broken_at)
+        self._interruption = Interruption("peer_lost", detected, self._clock() - broken_at, failure)
         return Stage.MEET
 
     # --- the ends -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> int:
-        """Training is through; perhaps without this spare, or before this process began."""
-        world, resumed, exits = self._present, self._resumed, self._parts.exits
-        if self._result is not None:
-            return exits.finish_as_spare(world, self._result)
-        restored = None if resumed is None else resumed.restored
+        """Training is through; perhaps before this process began."""
+        restored = None if self._resumed is None else self._resumed.restored
         outcome = "finished" if restored is None else "already_finished"
-        return exits.finish(world, outcome, is_saved=restored is not None and restored.source == "snapshot")
+        is_saved = restored is not None and restored.source == "snapshot"
+        return self._parts.exits.finish(self._present, outcome, is_saved=is_saved)
 
     def stop(self) -> int:
         """Told to stop. Raises: Stopped where this worker has nothing to save yet."""
@@ -323,18 +302,7 @@ class Stages:
         return self.world
 
 
-STAGES: dict[Stage, Callable[[Stages], Stage | int]] = {
-    Stage.MEET: Stages.meet,
-    Stage.WAIT: Stages.wait,
-    Stage.FORM: Stages.form,
-    Stage.SYNC: Stages.sync,
-    Stage.TRAIN: Stages.train,
-    Stage.STAND_BY: Stages.stand_by,
-    Stage.LEAVE: Stages.leave,
-    Stage.STOP: Stages.stop,
-    Stage.FINISH: Stages.finish,
-}
-assert STAGES.keys() == set(Stage)
+STAGES: dict[Stage, Callable[[Stages], Stage | int]] = {stage: getattr(Stages, stage.name.lower()) for stage in Stage}
 
 
 class Ring:
@@ -381,9 +349,8 @@ class Ring:
             self._stages.group.close(sys.exception())
 
     def _guarded(self, stage: Stage) -> Stage | int:
-        run_stage = STAGES[stage]  # a stage without its row is no error of what is trained
         try:
-            return run_stage(self._stages)
+            return STAGES[stage](self._stages)
         except Exception as error:  # of any kind: the code that is trained raises what it likes
             if not self._stages.is_inside:
                 raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -156,38 +155,53 @@ class FruitlessWorlds:
             raise FormationFailed(f"{self._count} worlds in a row committed no step; the last error: {failure}")
 
 
-def wait_for_nodes(
-    world: World,
-    membership: Membership,
-    seconds: float,
-    deadline: float,
-    check: Callable[[], None],
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> bool:
-    """Fewer nodes than --min-nodes: wait, without training, until some are ready to be admitted.
+class MissingNodes:
+    """Waits, without training, while there are fewer nodes than --min-nodes.
 
     Args:
-        seconds: that are waited in all, until `deadline`.
-
-    Returns:
-        Whether some are. Else this world is begun as it is, by a member that was ahead by the last step.
-
-    Raises:
-        Stopped: as `check`. FormationFailed: none came before the deadline. What ended the watcher's thread.
+        clock, sleep: as the ring's.
     """
-    membership.watcher.expect(world)  # what ended the world before is over; its rank 0 can be found
-    while True:
-        check()
-        membership.watcher.thread.check()
-        if membership.can_admit:
-            return True
-        if membership.barriers.is_begun(world):
-            return False
-        if clock() >= deadline:
-            break
-        sleep(LOOK_SECONDS)
-    raise FormationFailed(
-        f"only {world.num_nodes} of at least {world.min_nodes} nodes after {seconds:.0f} s "
-        "(--min-nodes, --wait-timeout)"
-    )
+
+    def __init__(
+        self, worker: Worker, membership: Membership, clock: Callable[[], float], sleep: Callable[[float], None]
+    ) -> None:
+        self._worker, self._membership, self._clock, self._sleep = worker, membership, clock, sleep
+        self._until: float | None = None
+        """until a world trains: else who gives up first would have the others begin anew"""
+
+    def note_training(self) -> None:
+        """There are enough."""
+        self._until = None
+
+    def report(self, world: World, lost: list[str]) -> None:
+        """Log the wait, which begins here unless it has; `lost`: why, in words."""
+        if self._until is None:
+            self._until = self._clock() + self._worker.config.wait_timeout
+        left = max(0.0, self._until - self._clock())
+        few = f"{world.num_nodes} of at least {world.min_nodes} nodes are here"
+        self._worker.reporter.log(f"{'; '.join([few, *lost])}: waiting {left:.0f} s for others to join")
+        self._worker.state.clock.count_nodes(world.num_nodes)
+
+    def wait(self, world: World) -> bool:
+        """Until some are ready to be admitted, and whether they are. Else this world is begun as it is, by a member
+        that was ahead by the last step.
+
+        Raises:
+            Stopped: told to stop. FormationFailed: none came before the deadline. What ended the watcher's thread.
+        """
+        membership = self._membership
+        membership.watcher.expect(world)  # what ended the world before is over; its rank 0 can be found
+        while True:
+            self._worker.stop.check()
+            membership.watcher.thread.check()
+            if membership.can_admit:
+                return True
+            if membership.barriers.is_begun(world):
+                return False
+            if self._until is None or self._clock() >= self._until:
+                break
+            self._sleep(LOOK_SECONDS)
+        raise FormationFailed(
+            f"only {world.num_nodes} of at least {world.min_nodes} nodes after "
+            f"{self._worker.config.wait_timeout:.0f} s (--min-nodes, --wait-timeout)"
+        )

@@ -35,6 +35,8 @@ class Interruption:
     """from the beginning of the step in hand, or of the world, to the error"""
     abort_seconds: float = 0.0
     """until it was found whose error it was, the process group being gone"""
+    failure: str | None = None
+    """what broke the world, where it did not end by a vote"""
 
 
 class WorldReport:

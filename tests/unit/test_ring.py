@@ -453,7 +453,7 @@ def test_where_another_one_gives_up_the_wait_for_nodes_goes_on_and_does_not_begi
         membership.can_admit = False
         return agree(world, **flags)
 
-    ring._stages._sleep, membership.next_world = sleep, next_world
+    ring._stages._missing._sleep, membership.next_world = sleep, next_world
     with pytest.raises(FormationFailed, match="only 1 of at least 3 nodes after 10 s"):
         ring.run()
     assert fake.calls.count("agree") == 2
@@ -474,7 +474,7 @@ def test_who_waits_for_nodes_notices_that_its_watcher_has_ended() -> None:
     def sleep(seconds: float) -> None:
         fake.now += seconds
 
-    membership.watcher.thread.check, ring._stages._sleep = check, sleep
+    membership.watcher.thread.check, ring._stages._missing._sleep = check, sleep
     with pytest.raises(LeftOut, match="the job is over"):
         ring.run()
     assert fake.now < 3.2, "it waits no longer"
@@ -493,7 +493,7 @@ def test_who_waits_for_nodes_goes_on_with_one_whose_training_is_through(world: W
     def sleep(seconds: float) -> None:
         fake.now += seconds
 
-    ring._stages._sleep = sleep
+    ring._stages._missing._sleep = sleep
     assert ring.run() == 0
     assert f"wait -> {stage}" in fake.stages
     assert fake.now < 3.2
