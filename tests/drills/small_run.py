@@ -144,10 +144,10 @@ def mark_as_drill(run_dir: Path, faults: list[Line] | None = None, **settings: A
     folder.mkdir()
     for path in (run_dir / "events").iterdir():
         edit_lines(path, lambda lines: [{**line, "monotonic": line["time"] - START} for line in lines])
-    struck = {"what": "struck", "number": 0, "name": "kill", "target": "node3", "step": 3, "limit_seconds": 15.0}
-    struck |= {"time": START + 1.35, "struck_at": START + 1.35, "evidence": "gone", "may_take": ["node3"]}
+    injected = {"what": "injected", "number": 0, "name": "kill", "target": "node3", "step": 3, "limit_seconds": 15.0}
+    injected |= {"time": START + 1.35, "injected_at": START + 1.35, "evidence": "gone", "may_take": ["node3"]}
     recovered = {"what": "recovered", "number": 0, "time": START + 1.9, "seconds": 0.55}
-    write_lines(folder / "faults.jsonl", [struck, recovered] if faults is None else faults)
+    write_lines(folder / "faults.jsonl", [injected, recovered] if faults is None else faults)
     nodes: list[Line] = []
     for number, member in enumerate(MEMBERS, start=1):
         nodes.append({"time": START, "what": "started", "node": f"node{number}"})

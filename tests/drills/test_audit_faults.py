@@ -282,10 +282,10 @@ def test_a_worker_that_stopped_before_a_world_that_never_stood_had_left(run_dir:
     mark_as_drill(run_dir)
     left = "losses: b/0/12 of node2 left before generation 2, and no fault was injected there"
     assert [reason for reason in audit(run_dir).reasons if reason.startswith("losses")] == [left]
-    struck = {"what": "struck", "number": 1, **drawn("stop"), "target": "node2", "step": 3, "limit_seconds": 0.2}
-    struck |= {"time": START + 1.4, "struck_at": START + 1.4, "evidence": "gone", "may_take": ["node2"]}
+    injected = {"what": "injected", "number": 1, **drawn("stop"), "target": "node2", "step": 3, "limit_seconds": 0.2}
+    injected |= {"time": START + 1.4, "injected_at": START + 1.4, "evidence": "gone", "may_take": ["node2"]}
     over = [{"what": "undone", "number": 1, "time": START + 1.4}]
-    edit_lines(run_dir / "drill" / "faults.jsonl", lambda lines: [*lines, struck, *over])
+    edit_lines(run_dir / "drill" / "faults.jsonl", lambda lines: [*lines, injected, *over])
     assert verdicts(audit(run_dir))["losses"] is CheckOutcome.PASS, "it left in time, whenever the next world stood"
 
 
@@ -327,9 +327,9 @@ def test_a_job_that_was_restarted_has_lost_nobody_of_the_one_before(run_dir: Pat
     for number, (name, time, nodes) in enumerate(
         [("kill", 1.35, ["node3"]), ("kill-all", 3.0, ["node1", "node2"]), ("kill", 5.1, ["node3"])]
     ):
-        struck = {"what": "struck", "number": number, **drawn(name), "target": ",".join(nodes), "may_take": nodes}
-        struck |= {"step": 3, "limit_seconds": 600.0, "time": START + time, "struck_at": START + time}
-        faults += [struck, {"what": "recovered", "number": number, "time": START + time + 0.5, "seconds": 0.5}]
+        injected = {"what": "injected", "number": number, **drawn(name), "target": ",".join(nodes), "may_take": nodes}
+        injected |= {"step": 3, "limit_seconds": 600.0, "time": START + time, "injected_at": START + time}
+        faults += [injected, {"what": "recovered", "number": number, "time": START + time + 0.5, "seconds": 0.5}]
     mark_as_drill(run_dir, faults, num_faults=3)
 
     def start_again(lines: list[Line]) -> list[Line]:
@@ -374,28 +374,28 @@ def test_a_node_that_was_expelled_by_a_fault_that_is_to_pass(run_dir: Path) -> N
 
 def test_a_standstill_is_that_of_the_next_fault_from_its_injection_on(run_dir: Path) -> None:
     """`slow` is undone between two steps, and the second of them is held up by what is injected then."""
-    kill = {"what": "struck", "number": 1, "name": "kill", "step": 3, "limit_seconds": 15.0, "may_take": ["node3"]}
+    kill = {"what": "injected", "number": 1, "name": "kill", "step": 3, "limit_seconds": 15.0, "may_take": ["node3"]}
     slow = {**kill, "number": 0, **drawn("slow"), "may_take": []}
 
     over = [{"what": "recovered", "number": number, "time": START + 1.9, "seconds": 0.55} for number in (0, 1)]
     undone = {"what": "undone", "number": 0, "time": START + 1.32}
-    struck = [{**fault, "time": at, "struck_at": at} for fault, at in ((slow, START + 1.0), (kill, START + 1.35))]
-    mark_as_drill(run_dir, [*struck, undone, *over], num_faults=2)
+    injected = [{**fault, "time": at, "injected_at": at} for fault, at in ((slow, START + 1.0), (kill, START + 1.35))]
+    mark_as_drill(run_dir, [*injected, undone, *over], num_faults=2)
 
     for member in MEMBERS:
         delay(events_of(run_dir, member), 5, lambda line: line["time"] > START + 1.35)
     assert "slow" not in "\n".join(audit(run_dir).reasons)
-    change(run_dir / "drill" / "faults.jsonl", lambda line: line.get("name") == "kill", struck_at=START + 5.0)
+    change(run_dir / "drill" / "faults.jsonl", lambda line: line.get("name") == "kill", injected_at=START + 5.0)
     assert "losses: fault 0 (slow of ): 3." in "\n".join(audit(run_dir).reasons)
 
 
 def test_a_standstill_while_an_etcd_member_is_away(run_dir: Path) -> None:
-    kill = {"what": "struck", "number": 0, "name": "kill", "step": 3, "limit_seconds": 15.0, "may_take": ["node3"]}
-    away = {**kill, "number": 1, "name": "kill-etcd", "may_take": [], "time": START + 2.05, "struck_at": START + 2.05}
+    kill = {"what": "injected", "number": 0, "name": "kill", "step": 3, "limit_seconds": 15.0, "may_take": ["node3"]}
+    away = {**kill, "number": 1, "name": "kill-etcd", "may_take": [], "time": START + 2.05, "injected_at": START + 2.05}
     over = [{"what": "recovered", "number": number, "time": START + 1.9, "seconds": 0.55} for number in (0, 1)]
     undone = {"what": "undone", "number": 1, "time": START + 5.05}
     mark_as_drill(
-        run_dir, [{**kill, "time": START + 1.35, "struck_at": START + 1.35}, away, undone, *over], num_faults=2
+        run_dir, [{**kill, "time": START + 1.35, "injected_at": START + 1.35}, away, undone, *over], num_faults=2
     )
     assert audit(run_dir).passed, audit(run_dir).reasons
 
@@ -414,11 +414,18 @@ def test_a_standstill_while_an_etcd_member_is_away(run_dir: Path) -> None:
 @pytest.mark.parametrize(("standstill", "passes"), [(3.0, False), (5.0, True)])
 def test_a_job_may_stand_still_by_itself_while_a_fault_passes(run_dir: Path, standstill: float, passes: bool) -> None:
     """A hiccup of a loader, an evaluation: the job's, and none of the fault's."""
-    away = {"what": "struck", "number": 0, "name": "kill-etcd", "step": 3, "limit_seconds": 15.0, "may_take": []}
+    away = {"what": "injected", "number": 0, "name": "kill-etcd", "step": 3, "limit_seconds": 15.0, "may_take": []}
     over = {"what": "recovered", "number": 0, "time": START + 1.9, "seconds": 0.55}
-    kill = {**away, "number": 1, "name": "kill", "may_take": ["node3"], "time": START + 1.35, "struck_at": START + 1.35}
+    kill = {
+        **away,
+        "number": 1,
+        "name": "kill",
+        "may_take": ["node3"],
+        "time": START + 1.35,
+        "injected_at": START + 1.35,
+    }
     lines = [
-        kill, {**over, "number": 1}, {**away, "time": START + 2.05, "struck_at": START + 2.05}, over,
+        kill, {**over, "number": 1}, {**away, "time": START + 2.05, "injected_at": START + 2.05}, over,
         {"what": "undone", "number": 0, "time": START + 5.05},
     ]  # fmt: skip
     mark_as_drill(run_dir, lines, num_faults=2, standstill=standstill)
@@ -433,9 +440,9 @@ def test_what_a_job_takes_by_itself_belongs_to_the_limit_of_an_outage(
 ) -> None:
     for member in MEMBERS[:2]:
         delay(events_of(run_dir, member), 40, is_of(1))
-    kill = {"what": "struck", "number": 0, "name": "kill", "step": 3, "limit_seconds": 60.0, "may_take": ["node3"]}
+    kill = {"what": "injected", "number": 0, "name": "kill", "step": 3, "limit_seconds": 60.0, "may_take": ["node3"]}
     over = {"what": "recovered", "number": 0, "time": START + 41.9, "seconds": 40.55}
-    mark_as_drill(run_dir, [{**kill, "time": START + 1.35, "struck_at": START + 1.35}, over], standstill=standstill)
+    mark_as_drill(run_dir, [{**kill, "time": START + 1.35, "injected_at": START + 1.35}, over], standstill=standstill)
     assert (verdicts(audit(run_dir))["incidents"] is CheckOutcome.PASS) is passes
 
 

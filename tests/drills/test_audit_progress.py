@@ -341,7 +341,7 @@ def test_a_restart_of_a_drill_loses_no_more_than_what_came_after_the_newest_snap
     assert lost in audit(run_dir).reasons
     edit_lines(faults, lambda lines: [{**lines[0], **drawn("kill-all")}, lines[1]])
     assert lost in audit(run_dir).reasons, "the job had recovered: generation 1 came after it"
-    edit_lines(faults, lambda lines: [{**lines[0], "struck_at": START + 4}, lines[1]])
+    edit_lines(faults, lambda lines: [{**lines[0], "injected_at": START + 4}, lines[1]])
     assert lost not in audit(run_dir).reasons
     reason = "steps: generation 2 begins at step 3, from snapshot, but the snapshot of step 5 had been saved"
     assert reason in audit(run_dir).reasons
@@ -351,7 +351,7 @@ def test_a_restart_of_a_drill_loses_no_more_than_what_came_after_the_newest_snap
 
 def test_a_snapshot_that_made_room_for_damaged_ones(run_dir: Path) -> None:
     restart(run_dir, 3, "snapshot", snapshot=5)
-    fault = {"what": "struck", "number": 0, **drawn("damage"), "step": 3, "struck_at": START + 4, "time": START + 4}
+    fault = {"what": "injected", "number": 0, **drawn("damage"), "step": 3, "injected_at": START + 4, "time": START + 4}
     mark_as_drill(run_dir, [{**fault, "number": n, "target": str(n)} for n in (1, 2, 3)], num_faults=3)
 
     def save(number: int) -> None:

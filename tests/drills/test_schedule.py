@@ -207,9 +207,9 @@ def test_every_fault_says_what_it_does() -> None:
 
 
 def test_lines_of_a_fault_become_one_record() -> None:
-    struck = {"what": "struck", "number": 1, "name": "hang", "target": "node2", "step": 7, "struck_at": 10.0}
+    injected = {"what": "injected", "number": 1, "name": "hang", "target": "node2", "step": 7, "injected_at": 10.0}
     lines = [
-        struck | {"limit_seconds": 21.0, "evidence": "1 stopped"},
+        injected | {"limit_seconds": 21.0, "evidence": "1 stopped"},
         {"what": "skipped", "number": 0, "name": "kill", "reason": "too late"},
         {"what": "recovered", "number": 1, "seconds": 2.5},
         {"what": "undone", "number": 1, "time": 14.0},

@@ -51,7 +51,7 @@ class Record:
         self._nodes.write({"time": time.time(), "what": what, "node": node, **fields})
 
     def fault(self, what: str, number: int, **fields: Any) -> None:
-        """`what`: `struck` (injected), `undone`, `recovered`, `withdrawn`, `skipped`; `number` counts faults from 0."""
+        """`what`: `injected`, `undone`, `recovered`, `withdrawn`, `skipped`; `number` counts faults from 0."""
         self._faults.write({"time": time.time(), "what": what, "number": number, **fields})
 
     def leftovers(self, found: list[str]) -> None:
@@ -184,7 +184,7 @@ def fault_records(lines: list[dict[str, Any]]) -> list[FaultRecord]:
         by_number.setdefault(int(line["number"]), {})[str(line["what"])] = line
     records = []
     for number, found in sorted(by_number.items()):
-        injected, skipped = found.get("struck", {}), found.get("skipped", {})
+        injected, skipped = found.get("injected", {}), found.get("skipped", {})
         recovered, undone = found.get("recovered", {}), found.get("undone", {})
         any_line = injected or skipped
         records.append(
@@ -192,7 +192,7 @@ def fault_records(lines: list[dict[str, Any]]) -> list[FaultRecord]:
                 number=number,
                 name=str(any_line.get("name", UNKNOWN)),
                 target=str(any_line.get("target", "")),
-                injected_at=injected.get("struck_at"),
+                injected_at=injected.get("injected_at"),
                 step=int(injected.get("step", 0)),
                 evidence=str(injected.get("evidence", "")),
                 limit_seconds=float(injected.get("limit_seconds", 0.0)),

@@ -162,7 +162,7 @@ class Conductor:
                 place.effect = None
             return
         fault.in_force_at = time.time()
-        self._record.fault("struck", fault.number, step=step, evidence=evidence, **fault.facts())
+        self._record.fault("injected", fault.number, step=step, evidence=evidence, **fault.facts())
         self._injected.append(fault)
 
     def _skip(self, fault: Fault, reason: str) -> None:

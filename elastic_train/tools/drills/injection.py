@@ -180,7 +180,7 @@ class Fault:
             "limit_seconds": self.limit_seconds(),
             "may_take": [place.name for place in self.may_take()],
             "effects": sorted(self.effects),
-            "struck_at": self.injected_at,
+            "injected_at": self.injected_at,
         }
 
     def has_stepped_anew(self) -> bool:
