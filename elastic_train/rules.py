@@ -1,4 +1,8 @@
-"""The decisions of membership, as pure functions over values: tested exhaustively, acted on elsewhere."""
+"""The decisions of membership, as pure functions over values: tested exhaustively, acted on elsewhere.
+
+Who may go on after a loss is decided beside this, in `protocol/`: `laws.py` counts votes, `arbiter.py` claims,
+`branch_off.py` goes on all the same, `other_sides.py` says which of two sides stops.
+"""
 
 from __future__ import annotations
 

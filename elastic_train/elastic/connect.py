@@ -274,7 +274,7 @@ def begin_limit(applicant: Applicant) -> tuple[float, str]:
             "is missing says why"
         )
     return math.inf if back is None else back.seconds_left(), (
-        f"it was left out, and not taken in again within {waits.wait_timeout:.0f} s (--wait-timeout)"
+        f"it was left out, and not admitted again within {waits.wait_timeout:.0f} s (--wait-timeout)"
     )
 
 

@@ -81,7 +81,7 @@ def run_worker(worker: Worker, program: Program) -> int:
     except Stopped as stopped:
         reporter.events.write("done", outcome="stopped")
         nothing = "the workers had formed a world: nothing was trained or lost"
-        reporter.report(f"{stopped} before {nothing if back is None else 'this worker was taken in again'}")
+        reporter.report(f"{stopped} before {nothing if back is None else 'this worker was admitted again'}")
         return stopped.exit_code
     except JobFinished as finished:
         reporter.events.write("done", outcome="already_finished")

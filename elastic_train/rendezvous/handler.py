@@ -172,7 +172,7 @@ def announcement(where: str, settings: C10dSettings | EtcdSettings) -> str | Non
     enough = "the first node has" if min_nodes == 1 else f"{min_nodes} nodes have"
     return (
         f"meeting {where}, {min_nodes} to {max_nodes} nodes; training starts {last_call:g} s after {enough} come, "
-        f"at once with {max_nodes}; nodes that come later are taken in between two steps"
+        f"at once with {max_nodes}; nodes that come later are admitted between two steps"
     )
 
 

@@ -32,7 +32,7 @@ LEAST_BYTES = 8 * SHARE_BYTES
 """of what all have alike: less than this one node sends as fast"""
 LOOK_SECONDS = 1.0
 """between two looks at what has come"""
-LEAST_PATIENCE_SECONDS = 3.0
+LEAST_SILENCE_SECONDS = 3.0
 SPARE_SECONDS = 5.0
 """before a deadline: for the manifest, and for what a rate does not tell"""
 IDLE_SECONDS = 20.0
@@ -195,12 +195,12 @@ def is_given_up(silent_seconds: float, part_seconds: float, *, has_other_bytes: 
         part_seconds: that a part takes whoever asks.
         has_other_bytes: one of its parts came with other bytes than it should have.
     """
-    return has_other_bytes or silent_seconds > patience(part_seconds)
+    return has_other_bytes or silent_seconds > silence_limit(part_seconds)
 
 
-def patience(part_seconds: float) -> float:
+def silence_limit(part_seconds: float) -> float:
     """For a node's next part: AT_ONCE of them are on their way, and may all end together; twice that."""
-    return max(LEAST_PATIENCE_SECONDS, 2 * AT_ONCE * part_seconds)
+    return max(LEAST_SILENCE_SECONDS, 2 * AT_ONCE * part_seconds)
 
 
 def taken_over(
@@ -318,7 +318,7 @@ class SharedStream:
             missing = self._missing()
             if num_missing != (num_missing := sum(map(len, missing.values()))):
                 changed_at = self._clock()
-            is_idle = self._clock() - changed_at > IDLE_SECONDS + patience(self._part_seconds)
+            is_idle = self._clock() - changed_at > IDLE_SECONDS + silence_limit(self._part_seconds)
             if is_idle or self._fleet.is_first_lost() or (0 in missing and self._is_given_up(0)):
                 return False
             if missing:

@@ -26,7 +26,7 @@ from elastic_train.storage.shares import (
     SharedStream,
     ShareProgress,
     is_given_up,
-    patience,
+    silence_limit,
     taken_over,
 )
 from elastic_train.storage.snapshot import find_snapshots, newest_whole
@@ -44,14 +44,14 @@ def _quick_and_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long for others: where this machine is busy, one is given up that would have come."""
     monkeypatch.setattr(shares, "LEAST_BYTES", 0)
     monkeypatch.setattr(shares, "LOOK_SECONDS", 0.005)
-    monkeypatch.setattr(shares, "LEAST_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(shares, "LEAST_SILENCE_SECONDS", 0.1)
     monkeypatch.setattr(shares, "IDLE_SECONDS", 0.2)
 
 
 @pytest.fixture
 def _patient(_quick_and_small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """None is given up because it is slow."""
-    monkeypatch.setattr(shares, "LEAST_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(shares, "LEAST_SILENCE_SECONDS", 60.0)
 
 
 @pytest.fixture
@@ -381,8 +381,8 @@ def test_who_still_sends_is_waited_for_while_there_is_time() -> None:
 
 
 def test_who_is_given_up() -> None:
-    assert not is_given_up(patience(1.0), 1.0, has_other_bytes=False)
-    assert is_given_up(patience(1.0) + 0.1, 1.0, has_other_bytes=False)
+    assert not is_given_up(silence_limit(1.0), 1.0, has_other_bytes=False)
+    assert is_given_up(silence_limit(1.0) + 0.1, 1.0, has_other_bytes=False)
     assert is_given_up(0.0, 1.0, has_other_bytes=True)
-    assert patience(1.0) > shares.AT_ONCE, "as many may come at one moment"
-    assert patience(0.0) == shares.LEAST_PATIENCE_SECONDS
+    assert silence_limit(1.0) > shares.AT_ONCE, "as many may come at one moment"
+    assert silence_limit(0.0) == shares.LEAST_SILENCE_SECONDS

@@ -286,7 +286,7 @@ def test_the_announcement() -> None:
     elastic = announcement("at h:1,i:2", C10dSettings(("h:1",), 1, 4, 2.0))
     assert elastic == (
         "meeting at h:1,i:2, 1 to 4 nodes; training starts 2 s after the first node has come, at once with 4; nodes "
-        "that come later are taken in between two steps"
+        "that come later are admitted between two steps"
     )
     assert "0.5 s after 2 nodes have come" in str(announcement("at h:1", C10dSettings(("h:1",), 2, 4, 0.5)))
     exact = str(announcement("at h:1", C10dSettings(("h:1",), 4, 4, 2.0)))
