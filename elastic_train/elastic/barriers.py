@@ -47,6 +47,8 @@ class Surroundings:
     """between two looks at a store"""
     reach: Reach = lambda _point, _world: None
     """told at the points of an agreement and a join at which a drill may inject a fault, on any thread"""
+    require_unfinished: Callable[[], None] = lambda: None
+    """raises JobFinished where the run is seen to have reached its end; asked while nobody is found, now and then"""
 
 
 class Barriers:

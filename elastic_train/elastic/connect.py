@@ -93,7 +93,8 @@ class Applicant:
     arbiter: Callable[[], Arbiter] | None = None
     """both as `PeerJob`'s; without effect but under c10d, for etcd is an arbiter by itself"""
     reach: Reach = Surroundings.reach
-    """as `Surroundings`'s"""
+    require_unfinished: Callable[[], None] = Surroundings.require_unfinished
+    """both as `Surroundings`'s"""
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,12 @@ def open_endpoints(applicant: Applicant) -> Endpoints:
     """Open them. Blocks and warns as `local_address`."""
     waits, warn = applicant.waits, applicant.warn
     threads = BackgroundThreads()
-    around = Surroundings(start=threads.start, finish=threads.finish, reach=applicant.reach)
+    around = Surroundings(
+        start=threads.start,
+        finish=threads.finish,
+        reach=applicant.reach,
+        require_unfinished=applicant.require_unfinished,
+    )
     uid = around.draw_uid()
     host = local_address(applicant.launch, warn)
     # The earlier the thread of its canary is started, the sooner that ends where this process is killed.

@@ -64,6 +64,7 @@ class Arrival:
 
         Raises:
             Stopped: this worker was told to stop. StoreUnreachable, FormationFailed: there never will be one.
+            JobFinished: the others have reached the end.
         """
         reports = self._report_times()
         while not self._job.entrance.find():
@@ -106,11 +107,12 @@ class Arrival:
         return ReportTimes(self._around.monotonic(), 3 * REPORT_SECONDS)
 
     def _pause(self, reports: ReportTimes, waiting_for: str) -> None:
-        """Between two looks. Raises: FormationFailed where the time to begin is over."""
+        """Between two looks. Raises: FormationFailed where the time to begin is over. JobFinished."""
         now = self._around.monotonic()
         if now > self._begin_by:
             raise FormationFailed(self._too_late)
         if reports.are_due(now):
+            self._around.require_unfinished()
             self._log(waiting_for)
         self._around.sleep(QUEUE_POLL_SECONDS)
 

@@ -21,6 +21,7 @@ from elastic_train.elastic.membership import Membership, new_token
 from elastic_train.elastic.noticed import Noticed
 from elastic_train.elastic.process_group import process_group
 from elastic_train.elastic.quarantined import admissible
+from elastic_train.elastic.result import existing_result
 from elastic_train.elastic.resume import Resume
 from elastic_train.elastic.ring import Ring, RingParts
 from elastic_train.elastic.run_files import RunFiles
@@ -140,6 +141,7 @@ def _as_member(
             goes_on=config.on_split == "go-on",
             arbiter=lambda: arbiter,
             reach=worker.reach,
+            require_unfinished=partial(require_unfinished, worker),
         )
     )
     ends.callback(membership.close)
@@ -156,6 +158,14 @@ def _as_member(
         if isinstance(error, Refused) or not launch.is_open:
             raise
         return parts.exits.give_way(error, ring.world, back, has_state=parts.resume.has_state)
+
+
+def require_unfinished(worker: Worker) -> None:
+    """For a node that finds nobody of its job. Raises: JobFinished where the run directory, which others share, has the
+    result of the step at which this worker would end."""
+    path = worker.directory.result_path
+    if not worker.config.fresh and existing_result(path, worker.state.last_step) is not None:
+        raise JobFinished(f"nobody trains any more, and the run is finished: {path}")
 
 
 def find_world(earlier: EarlierRun, worker: Worker, warning: str | None) -> World:

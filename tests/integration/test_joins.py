@@ -373,6 +373,19 @@ def test_a_start_at_another_endpoint_says_that_it_joins_by_the_run_directory(clu
     assert "nobody answers" not in first.text()
 
 
+@pytest.mark.slow
+def test_a_node_that_comes_after_the_end_does_not_wait_for_a_job(cluster: Cluster) -> None:
+    """Under c10d; a node that is not at the first endpoint, and began as the others were about to end."""
+    cluster.finish(cluster.start("--max-steps", "5"))
+    begun_at = time.monotonic()
+    [late] = cluster.start("--max-steps", "5", nnodes="1:4", conf="is_host=false")
+    cluster.finish([late])
+    assert time.monotonic() - begun_at < 60.0
+    told = f"nobody trains any more, and the run is finished: {cluster.run_dir / 'result.json'}; nothing left to do"
+    assert told in late.text()
+    assert events(cluster.run_dir, "done")[-1]["outcome"] == "already_finished"
+
+
 @BOTH
 @pytest.mark.slow
 def test_the_only_node_with_the_state_dies_as_others_join(cluster: Cluster) -> None:

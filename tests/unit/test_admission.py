@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,10 @@ from elastic_train.config import Config
 from elastic_train.elastic.barriers import Surroundings
 from elastic_train.elastic.joins import IN_QUEUE, SETTLE_SECONDS, Arrival
 from elastic_train.elastic.membership import Membership
+from elastic_train.elastic.next_world import REPORT_SECONDS
+from elastic_train.elastic.run import require_unfinished
 from elastic_train.elastic.whole_steps import is_tried_first, why_closed_in
+from elastic_train.errors import JobFinished
 from elastic_train.protocol import join_queue
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.known_worlds import Admitted
@@ -31,6 +36,9 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 class Queue:
@@ -263,3 +271,41 @@ def test_a_newcomer_says_once_that_it_waits(is_first: bool) -> None:
     mine: Any = None
     assert isinstance(arrival.wait_in_queue(mine, lambda: None), Admitted)
     assert said == [IN_QUEUE] * (not is_first)
+
+
+def test_who_finds_nobody_is_through_where_the_run_is_finished() -> None:
+    """It looks as often as it says what it waits for."""
+    clock, asked = Clock(), []
+    began = clock()
+
+    def look() -> None:
+        asked.append(clock() - began)
+        if len(asked) == 2:
+            raise JobFinished("the run is finished")
+
+    job: Any = SimpleNamespace(
+        entrance=SimpleNamespace(find=lambda: False), finder=SimpleNamespace(describe=lambda: "")
+    )
+    around: Any = SimpleNamespace(monotonic=clock, sleep=clock.sleep, require_unfinished=look)
+    watcher: Any = None
+    arrival = Arrival(job, watcher, around, check=lambda: None, log=lambda _line: None)
+    with pytest.raises(JobFinished):
+        arrival.find()
+    assert len(asked) == 2
+    assert asked[0] >= REPORT_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("step", "flags", "is_finished"), [(4, {}, True), (3, {}, False), (4, {"fresh": True}, False), (None, {}, False)]
+)
+def test_a_run_is_finished_where_its_directory_has_the_result_of_this_end(
+    tmp_path: Path, step: int | None, flags: dict[str, Any], is_finished: bool
+) -> None:
+    path = tmp_path / "result.json"
+    if step is not None:
+        path.write_text(json.dumps({"step": step}))
+    worker: Any = SimpleNamespace(
+        directory=SimpleNamespace(result_path=path), config=Config(**flags), state=SimpleNamespace(last_step=4)
+    )
+    with pytest.raises(JobFinished) if is_finished else nullcontext():
+        require_unfinished(worker)
