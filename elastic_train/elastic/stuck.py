@@ -83,9 +83,10 @@ class StuckThread:
         """The world is broken off and nobody to blame: tell once where this worker has waited in a collective. Never
         blocks."""
         activity, seconds, limit = self._own.at()
-        waited = min(seconds, self._own.seconds_all_inside)
-        # Another member may have broken it off, a moment before this one would have.
-        if self._was_apart or not activity.is_inside or waited <= limit / 2:
+        # Another member may have broken it off, a moment before this one would have; and who may be computing counts as
+        # outside until the peer timeout before the end of its time (`OwnHeartbeat.line`).
+        are_apart = seconds > limit / 2 and self._own.seconds_all_inside > self._own.pace.peer_timeout / 2
+        if self._was_apart or not activity.is_inside or not are_apart:
             return
         self._was_apart = True
         self._tell(

@@ -86,7 +86,7 @@ class Pace:
     def __init__(
         self, peer_timeout: float, stall_timeout: float | None = None, formation_timeout: float = LEAST_SECONDS
     ) -> None:
-        self._peer_timeout, self._stall_timeout = peer_timeout, stall_timeout
+        self.peer_timeout, self._stall_timeout = peer_timeout, stall_timeout
         self._formation_timeout = formation_timeout
         self._steps: deque[float] = deque(maxlen=NUM_REMEMBERED)
         self._collectives: deque[float] = deque(maxlen=NUM_REMEMBERED)
@@ -125,7 +125,7 @@ class Pace:
             return max(FIRST_SECONDS, self.stall_limit) if self._is_first else self.stall_limit
         if self._is_first:
             return FIRST_SECONDS
-        return self._peer_timeout + COLLECTIVES * _median(self._collectives)
+        return self.peer_timeout + COLLECTIVES * _median(self._collectives)
 
     @property
     def stall_limit(self) -> float:
@@ -317,7 +317,10 @@ class OwnHeartbeat:
             world: the one that this member is in at this moment.
         """
         (activity, seconds, limit), now = self.at(), self._monotonic()
-        if not activity.is_inside or world is None:
+        # What may be its own work counts as that, for as long as it may last: the others wait for longer than the peer
+        # timeout after they have heard so last.
+        may_compute = activity is Activity.STEP and seconds < limit - self.pace.peer_timeout
+        if not activity.is_inside or may_compute or world is None:
             self._count += 1
             self.outside.hear((self._rank, self._count), now)
         generation, outside = world.generation if world else -1, self.outside

@@ -112,12 +112,13 @@ def test_one_dies_among_steps_of_half_a_millisecond(killed: int) -> None:
     assert failures_of(plan) == []
 
 
+@pytest.mark.parametrize("activity", [Activity.COMPUTE, Activity.STEP])
 @pytest.mark.parametrize("topology", [STANDARD, RING], ids=["dense", "sparse"])
 @pytest.mark.parametrize("busy", range(6))
-def test_whoever_is_busy_the_others_wait_for_it(busy: int, topology: Topology) -> None:
+def test_whoever_is_busy_the_others_wait_for_it(busy: int, topology: Topology, activity: Activity) -> None:
     """For much longer than for one that does not come; by a claim of the run directory each could go on alone.
     It is as busy with that step when it is done again."""
-    work = Work(busy=(busy, 10, 60.0))
+    work = Work(busy=(busy, 10, 60.0), activity=activity)
     faults: tuple[Fault, ...] = ((5.0, "kill", 6),)
     plan = Plan(
         1, (1,) * 7, faults, 135.0, min_nodes=1, stall_timeout=None, work=work, directories=(0,) * 7, topology=topology
@@ -137,7 +138,7 @@ def test_who_ends_its_work_while_etcd_is_away_is_waited_for(busy: int) -> None:
 
 def by_the_step_before(self: heartbeat.Pace, activity: Activity) -> float:
     """The rule that this one replaces: ten times the slowest step."""
-    return self._peer_timeout + 10 * self.slowest_step if self.slowest_step else 6 * self._peer_timeout
+    return self.peer_timeout + 10 * self.slowest_step if self.slowest_step else 6 * self.peer_timeout
 
 
 def nobody_is_at_work(*_arguments: object) -> bool:

@@ -779,6 +779,20 @@ def test_a_reduction_goes_on_while_somebody_far_away_is_still_to_come(ring: Grou
     assert [watcher.verdicts for watcher in ring.watchers] == [{}] * 8
 
 
+def test_a_reduction_goes_on_while_somebody_far_away_may_be_computing(ring: Group) -> None:
+    """In a pass on a GPU, which compiles anew, for as long as that may take by its own word."""
+    for rank, watcher in enumerate(ring.watchers):
+        if rank == 5:
+            watcher.do(Activity.STEP, 60.0)
+        else:
+            watcher.do(Activity.REDUCE)
+    ring.pass_time(60)
+    assert ring.cuts == [0] * 8
+    ring.pass_time(1.0 + 2 * INTERVAL * (ring.watchers[0].contacts.topology.hops(8) + 4))
+    assert min(ring.cuts) >= 1, "then it cannot end"
+    assert [watcher.verdicts for watcher in ring.watchers] == [{}] * 8
+
+
 # --- what is known of who has not come --------------------------------------------------------------------------------
 
 

@@ -60,6 +60,22 @@ def test_where_all_wait_for_each_other_it_says_once_where_it_waits() -> None:
     ]
 
 
+@pytest.mark.parametrize(("seconds", "is_told"), [(200, False), (300, True)])
+def test_who_may_have_computed_until_now_says_nothing_of_a_wait(seconds: int, is_told: bool) -> None:
+    """In a pass on a GPU, which may take 300 s; then all have waited, as far as anybody knows."""
+    clock, said = Clock(), list[str]()
+    own = OwnHeartbeat(Pace(10.0), clock)
+    own.pace.note_step(0.1)
+    own.begin(0, slack=0.1)
+    stuck = StuckThread(own, said.append, lambda _world: 0.0, where=lambda: "")
+    own.turn_to(Activity.STEP)
+    for _ in range(seconds):
+        clock.now += 1.0
+        own.line("-{}", OF_TWO)
+    stuck.look_apart()
+    assert len(settled(said)) == is_told
+
+
 @pytest.mark.parametrize("world", [ALONE, OF_TWO])
 def test_it_says_once_where_it_stands_still(world: World) -> None:
     clock, said = Clock(), list[str]()
