@@ -113,7 +113,7 @@ class OwnParallel:
         try:
             yield
             self._require_unbroken()
-        except Exception:
+        except Exception:  # of any kind: it is raised again, the module being what it was
             with torch.no_grad():
                 for tensor, value in zip(tensors, before, strict=True):
                     tensor.copy_(value)

@@ -93,14 +93,13 @@ class PassChecks:
             )
 
     def _look_at_trained(self, weights: TrainedWeights) -> None:
-        if self._has_warned or not (written := weights.written()):
-            return
-        self._has_warned = True
-        what = f"a forward pass writes what is trained: {named(written)}"
-        cure = "write it after the optimizer's step (optimizer.register_step_post_hook)"
-        if self._is_ordered:
-            raise UsageError(f"--reduction ordered: {what}, once in each micro-batch, so the world decides: {cure}")
-        self._worker.reporter.warn(f"{what}; where a step is broken off, or a node joins, ranks come to differ: {cure}")
+        if not self._has_warned and (written := weights.written()):
+            self._has_warned = True
+            self._tell(
+                f"writes what is trained: {named(written)}",
+                "where a step is broken off, or a node joins, ranks come to differ",
+                "write it after the optimizer's step (optimizer.register_step_post_hook)",
+            )
 
     def _look_at_frozen(self) -> None:
         self._steps_left = max(0, self._steps_left - 1)
@@ -109,14 +108,20 @@ class PassChecks:
         self._membership.watcher.do(Activity.COMPUTE)  # it waits for nobody
         now = hashes_by_name(_frozen(self._state))
         changed = [name for name, before in self._hashes.items() if now.get(name, before) != before]
-        if not changed:
-            return
-        self._steps_left = 0
-        what = f"a forward pass changed what is frozen: {named(changed)}"
-        cure = "make a buffer of it, or update it after the commit, in a training function of your own"
+        if changed:
+            self._steps_left = 0
+            self._tell(
+                f"changed what is frozen: {named(changed)}",
+                "in a step that is done again it changes twice",
+                "make a buffer of it, or update it after the commit, in a training function of your own",
+            )
+
+    def _tell(self, what: str, otherwise: str, cure: str) -> None:
+        """Raises: UsageError in ordered mode; else what comes of it is told."""
         if self._is_ordered:
-            raise UsageError(f"--reduction ordered: {what}, once in each micro-batch, so the world decides: {cure}")
-        self._worker.reporter.warn(f"{what}; in a step that is done again it changes twice: {cure}")
+            what = f"--reduction ordered: a forward pass {what}, once in each micro-batch, so the world decides"
+            raise UsageError(f"{what}: {cure}")
+        self._worker.reporter.warn(f"a forward pass {what}; {otherwise}: {cure}")
 
 
 class TrainedWeights:

@@ -198,9 +198,8 @@ class SessionSteps:
         has_stepped = step.is_applied
         if not has_stepped:
             require_sound()
-        if step.has_reduced and not has_stepped:
-            self._require_unbroken()
-        if not has_stepped:
+            if step.has_reduced:
+                self._require_unbroken()
             self._note_unstepped()
         step.is_applied = True
         return has_stepped
