@@ -16,7 +16,7 @@ class AveragedWeights:
     """average = decay * average + (1 - decay) * weights, after every committed step.
 
     `torch.optim.swa_utils.AveragedModel` would do, but for the `module.` that it puts before every name of its state.
-    BatchNorm's statistics are not averaged: they are the model's.
+    BatchNorm's statistics are not averaged, nor parameters that hold whole numbers: they are the model's.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -25,7 +25,8 @@ class AveragedWeights:
         make_writable(self.model)
         self._decay = decay
         self._parameters = list(self.model.parameters())
-        self._floats = [place for place, one in enumerate(self._parameters) if one.is_floating_point()]
+        self._floats = [i for i, one in enumerate(self._parameters) if one.is_floating_point() or one.is_complex()]
+        self._others = [*set(range(len(self._parameters))).difference(self._floats)]
         self._narrow = [place for place in self._floats if _is_narrow(self._parameters[place])]
         self._wide: dict[int, torch.Tensor] = {}
         """in float32, by their place, the averages of trained parameters of 16 bits, which would round each move away;
@@ -53,6 +54,8 @@ class AveragedWeights:
             if place in self._infinite:  # which have no mean: of infinity and infinity it would be NaN
                 average.copy_(torch.where(average.isnan(), weights, average))
             ours[place].copy_(average)
+        for place in self._others:
+            ours[place].copy_(theirs[place])
         layers = dict(self.model.named_modules())
         for place, layer in model.named_modules():
             if place in layers and (layer._buffers or layers[place]._buffers):

@@ -143,6 +143,30 @@ def test_the_average_follows_the_weights() -> None:
     assert equal(other.state_dict(), state)
 
 
+class Turned(nn.Module):
+    """A complex weight, and numbers that have no mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+        self.order = nn.Parameter(torch.tensor([0, 1]), requires_grad=False)
+
+
+def test_the_average_follows_complex_weights_and_takes_over_what_has_no_mean() -> None:
+    """They are trained, so their average is not what they began with."""
+    model = Turned()
+    averaged = AveragedWeights(model, decay=0.75)
+    expected = torch.zeros(2, dtype=torch.complex64)
+    for value in (1.0 + 2.0j, -3.0j):
+        with torch.no_grad():
+            model.weight.fill_(value)
+            model.order.copy_(model.order.flip(0))
+        averaged.update(model)
+        expected = 0.75 * expected + 0.25 * value
+        assert torch.equal(averaged.model.order, model.order)
+        torch.testing.assert_close(averaged.model.weight, expected)
+
+
 class Masked(nn.Module):
     """Its mask is a parameter, which holds infinities; half of it is opened on the way."""
 
