@@ -89,7 +89,8 @@ class WorldReport:
         """How a process has ended nobody else can see, so that this is no proof."""
         step, first, before = self._worker.state.step, self._first, self._lost_first
         self._first, self._lost_first = world.members[0], None
-        if first is None or {one.node for one in change.lost} != {first.node}:
+        lost = {one.uid: one.node for one in change.lost}
+        if first is None or first.uid not in lost or {*lost.values()} != {first.node}:
             return
         self._lost_first = first.name, step
         if world.rank == 0 and before is not None and step - before[1] <= 1:
