@@ -13,7 +13,7 @@ from torch import nn
 
 from elastic_train.elastic.step_sums import LateTotals, StepSums
 from elastic_train.elastic.worker import Worker
-from elastic_train.errors import UsageError
+from elastic_train.errors import FormationFailed, UsageError
 from elastic_train.protocol.liveness import Watcher
 from elastic_train.rules import Activity
 from elastic_train.training.collectives import require_sound
@@ -197,12 +197,27 @@ class SessionSteps:
         step = self.required()
         has_stepped = step.is_applied
         if not has_stepped:
-            require_sound()
+            self._require_none_caught()
             if step.has_reduced:
                 self._require_unbroken()
             self._note_unstepped()
         step.is_applied = True
         return has_stepped
+
+    def _require_none_caught(self) -> None:
+        """Raises: FormationFailed where the function has gone on after the error of a lost peer; it is told what of the
+        step cannot be put back."""
+        state = self._worker.state
+        try:
+            require_sound()
+        except FormationFailed:
+            if not state.kept.updates.are_kept and any(one is not state.averaged for one in state.extras.values()):
+                self._worker.reporter.warn(
+                    "the loop has caught the error of a lost peer, and gone on to the commit of step "
+                    f"{state.step + 1}: that is done again, and what the loop does in it to the extras (a scheduler's "
+                    "step) is done twice; catch errors of your own alone"
+                )
+            raise
 
     def commit(self, loss: float | None, late: LateTotals | None = None, *, is_told: bool = True) -> None:
         """The step in hand counts. `late` are its sums where they are not waited for; they give its loss then. It has

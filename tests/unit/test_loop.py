@@ -491,6 +491,29 @@ def test_a_loop_that_catches_the_error_of_a_lost_peer_is_not_the_one_that_has_fa
     torch.testing.assert_close(dict(state.model.state_dict()), dict(weights), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("are_kept", [True, False])
+def test_what_a_loop_does_after_an_error_that_it_has_caught_is_undone_or_told(are_kept: bool) -> None:
+    """The step is done again, and a scheduler would be a step ahead for good."""
+
+    def train(training: Any) -> None:
+        for _ in training.batches():
+            with suppress(RuntimeError):
+                lose_peer()
+            scheduler.step()
+            training.commit(0.0)
+
+    other = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(other)
+    extras = {"scheduler": scheduler, **({"other": other} if are_kept else {})}
+    loop, state, told = make_loop(Watched(), train, extras=extras)
+    with broken_off_by(LostPeer()), pytest.raises(FormationFailed):  # type: ignore[arg-type]
+        loop.run(WORLD, steps(Watched()))
+    assert state.rollback()
+    assert scheduler.last_epoch == (0 if are_kept else 1)
+    warnings = [line for line in told if "caught the error of a lost peer, and gone on to the commit of step 1" in line]
+    assert len(warnings) == (not are_kept)
+
+
 def test_what_follows_an_epoch_is_done_where_a_peer_is_lost_in_its_last_commit() -> None:
     """The step counts, so the next world does not come by that code (a scheduler's step) again."""
     done = []
