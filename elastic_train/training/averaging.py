@@ -11,12 +11,15 @@ from torch import nn
 
 from elastic_train.training.ordered_buffers import make_writable
 
+AVERAGED = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64}
+"""types of numbers that torch can take a mean of"""
+
 
 class AveragedWeights:
     """average = decay * average + (1 - decay) * weights, after every committed step.
 
     `torch.optim.swa_utils.AveragedModel` would do, but for the `module.` that it puts before every name of its state.
-    BatchNorm's statistics are not averaged, nor parameters that hold whole numbers: they are the model's.
+    BatchNorm's statistics are not averaged, nor parameters of whole numbers or of 8 bits: they are the model's.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -25,7 +28,7 @@ class AveragedWeights:
         make_writable(self.model)
         self._decay = decay
         self._parameters = list(self.model.parameters())
-        self._floats = [i for i, one in enumerate(self._parameters) if one.is_floating_point() or one.is_complex()]
+        self._floats = [place for place, one in enumerate(self._parameters) if one.dtype in AVERAGED]
         self._others = [*set(range(len(self._parameters))).difference(self._floats)]
         self._narrow = [place for place in self._floats if _is_narrow(self._parameters[place])]
         self._wide: dict[int, torch.Tensor] = {}

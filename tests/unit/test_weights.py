@@ -144,26 +144,27 @@ def test_the_average_follows_the_weights() -> None:
 
 
 class Turned(nn.Module):
-    """A complex weight, and numbers that have no mean."""
+    """A complex weight, and frozen numbers of which torch takes no mean."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-        self.order = nn.Parameter(torch.tensor([0, 1]), requires_grad=False)
+        self.order = nn.Parameter(torch.tensor([0, 1]).to(dtype), requires_grad=False)
 
 
-def test_the_average_follows_complex_weights_and_takes_over_what_has_no_mean() -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn, torch.bool])
+def test_the_average_follows_complex_weights_and_takes_over_what_has_no_mean(dtype: torch.dtype) -> None:
     """They are trained, so their average is not what they began with."""
-    model = Turned()
+    model = Turned(dtype)
     averaged = AveragedWeights(model, decay=0.75)
     expected = torch.zeros(2, dtype=torch.complex64)
     for value in (1.0 + 2.0j, -3.0j):
         with torch.no_grad():
             model.weight.fill_(value)
-            model.order.copy_(model.order.flip(0))
+            model.order.copy_(1 - model.order.float())
         averaged.update(model)
         expected = 0.75 * expected + 0.25 * value
-        assert torch.equal(averaged.model.order, model.order)
+        assert averaged.model.order.tolist() == model.order.tolist()
         torch.testing.assert_close(averaged.model.weight, expected)
 
 
