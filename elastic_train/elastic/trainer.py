@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -250,7 +251,9 @@ class Trainer:
         return self.last_votes
 
     def _warn_of_kept_modules(self) -> None:
-        if any(module.ddp() is not None for module in self._ddp_modules):
+        if are_kept(self._ddp_modules):
+            gc.collect()  # perhaps by a circle alone, as an optimizer's closure and the frames of an error make one
+        if are_kept(self._ddp_modules):
             self._worker.reporter.warn(
                 "the training function keeps the DDP module of an earlier world, and with it that world's memory: "
                 "make it with training.parallel() in the function and keep it in a local variable"
@@ -304,6 +307,11 @@ class Trainer:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def are_kept(modules: Iterable[Wrapped]) -> bool:
+    """Whether one of them is still there."""
+    return any(module.ddp() is not None for module in modules)
 
 
 def begin_scalers_anew(state: TrainState) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from elastic_train.config import Config
 from elastic_train.elastic.loop import bundled
+from elastic_train.elastic.own_parallel import Wrapped
 from elastic_train.elastic.snapshot_schedule import SaveTime
 from elastic_train.elastic.trainer import Program, Trainer
 from elastic_train.elastic.world_end import Outcome
@@ -167,6 +169,26 @@ def test_a_function_that_returns_early_is_no_fault() -> None:
     assert loop.run(WORLD, steps(Watched())) is Outcome.FINISHED
     assert (state.step, state.is_finished) == (1, True)
     assert told == ["step", "report: the training function returned at step 1 of 2: that ends the training"]
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_module_of_an_earlier_world_is_kept_by_more_than_a_circle(is_kept: bool) -> None:
+    """LBFGS leaves one behind where a peer is lost within its closure; the function holds nothing."""
+
+    def train(training: Any) -> None:
+        for _ in training.batches():
+            training.optimizer.step()
+            training.commit(0.0)
+
+    loop, _, told = make_loop(Watched(), train)
+    module: Any = nn.Linear(1, 1)
+    module.itself = [module]
+    loop._ddp_modules = [Wrapped(weakref.ref(module), [])]
+    held = [module] if is_kept else []
+    del module
+    loop.run(WORLD, steps(Watched()))
+    warnings = [line for line in told if "keeps the DDP module of an earlier world" in line]
+    assert len(warnings) == len(held) == is_kept
 
 
 def test_a_validation_over_the_training_batches_is_told_what_to_read() -> None:
