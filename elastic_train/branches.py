@@ -76,6 +76,10 @@ class Position:
         """For a person."""
         return f"step {self.step} of {describe(self.branches)} on {self.host}"
 
+    def is_of(self, other: Position) -> bool:
+        """Whether the two are of one side."""
+        return (self.run, self.job, self.id) == (other.run, other.job, other.id)
+
     def is_beside(self, other: Position) -> bool:
         """Whether the two are branches of one run."""
         return self.run == other.run and self.id != other.id

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,9 +24,10 @@ from elastic_train.elastic.stuck import StuckThread
 from elastic_train.errors import FormationFailed, StoreUnreachable, first_line
 from elastic_train.protocol.addresses import address_towards, split_endpoint
 from elastic_train.protocol.arbiter import Arbiter
+from elastic_train.protocol.finder import Finder, Size
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.protocol.heartbeat import Pace, is_readable
-from elastic_train.protocol.join_queue import Finder, Size, address_of, stores_by_node
+from elastic_train.protocol.join_queue import address_of, stores_by_node
 from elastic_train.protocol.launcher import Launcher
 from elastic_train.protocol.links import Links
 from elastic_train.protocol.liveness import Watcher, ping_interval
@@ -40,7 +41,7 @@ from elastic_train.runlog.reader import read_json
 from elastic_train.stopping import StopSignal
 from elastic_train.system import answer_of, close_sockets_at
 from elastic_train.training.group_sockets import GroupSockets
-from elastic_train.world import Address, Member, Reach, World
+from elastic_train.world import Address, Member, World
 
 MEMBERS_FILE = "members.json"
 """in a run directory: where members of the job that writes into it can be found"""
@@ -92,9 +93,8 @@ class Applicant:
     goes_on: bool = False
     arbiter: Callable[[], Arbiter] | None = None
     """both as `PeerJob`'s; without effect but under c10d, for etcd is an arbiter by itself"""
-    reach: Reach = Surroundings.reach
-    require_unfinished: Callable[[], None] = Surroundings.require_unfinished
-    """both as `Surroundings`'s"""
+    around: Surroundings = field(default_factory=Surroundings)
+    """of which `start` and `finish` are replaced"""
 
 
 @dataclass(frozen=True)
@@ -190,12 +190,7 @@ def open_endpoints(applicant: Applicant) -> Endpoints:
     """Open them. Blocks and warns as `local_address`."""
     waits, warn = applicant.waits, applicant.warn
     threads = BackgroundThreads()
-    around = Surroundings(
-        start=threads.start,
-        finish=threads.finish,
-        reach=applicant.reach,
-        require_unfinished=applicant.require_unfinished,
-    )
+    around = replace(applicant.around, start=threads.start, finish=threads.finish)
     uid = around.draw_uid()
     host = local_address(applicant.launch, warn)
     # The earlier the thread of its canary is started, the sooner that ends where this process is killed.
@@ -256,7 +251,7 @@ def peer_job(
         own.server.address,
         reach,
         finder,
-        size_of(launch),
+        size_of(launch, applicant.waits),
         uid=own.uid,
         run_id=launch.run_id,
         peer_timeout=applicant.waits.peer_timeout,
@@ -267,6 +262,7 @@ def peer_job(
         arbiter=arbiter,
         in_background=lambda task: around.start("ahead", task),
         goes_on=other_sides is not None and other_sides.may_branch,
+        knows=() if applicant.back is None else applicant.back.stores,
     )
     return job, other_sides
 
@@ -301,12 +297,16 @@ def answering(members: tuple[Member, ...], peer_timeout: float = math.inf) -> tu
     return tuple(member for member, answer in zip(members, found, strict=True) if answer is Probe.ACCEPTED)
 
 
-def size_of(launch: Launch) -> Size:
+def size_of(launch: Launch, waits: Waits) -> Size:
     settings = launch.c10d or launch.etcd
     if settings is None:
         return Size(1, launch.num_nodes, 0.0, fixed=launch.world_size)
-    join_timeout = math.inf if launch.c10d is None else launch.c10d.join_timeout
-    return Size(settings.min_nodes, settings.max_nodes, settings.last_call, join_timeout)
+    join_timeout, silence = math.inf, waits.wait_timeout
+    if launch.c10d is not None:
+        join_timeout = launch.c10d.join_timeout
+    elif launch.etcd is not None:  # what such a job has written there is gone by then
+        silence = launch.etcd.grace
+    return Size(settings.min_nodes, settings.max_nodes, settings.last_call, join_timeout, silence=silence)
 
 
 def launcher_of(launch: Launch, waits: Waits, stop: StopSignal) -> Launcher:

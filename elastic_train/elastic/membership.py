@@ -119,13 +119,14 @@ class OwnSide:
     def require_no_better(self) -> None:
         """Raises: Superseded where another branch goes before this one; SecondJob where another job of this run id
         does."""
-        text = None if self._other_sides is None else self._other_sides.own.get(SUPERSEDED)
-        if text is None:
+        if self._other_sides is None or self._other_sides.own.get(SUPERSEDED) is None:
             return
-        winner = from_json(Position, text)
+        mine = self._position()
+        winner = self._other_sides.winner(mine)
+        if winner is None:
+            return
         if winner.run == self._facts.get("run_uid") and winner.id != id_on(self.branch):
             raise Superseded(winner)
-        mine = self._position()
         raise SecondJob("which has no state yet" if mine is None else f"at {mine.name}", winner)
 
     def _position(self) -> Position | None:

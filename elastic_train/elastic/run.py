@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 
 from elastic_train.config import Config, max_world_size
-from elastic_train.elastic.barriers import Waits
+from elastic_train.elastic.barriers import Surroundings, Waits
 from elastic_train.elastic.claims import arbiter_of
 from elastic_train.elastic.connect import Applicant, Return, connect_worker
 from elastic_train.elastic.earlier_run import EarlierRun
@@ -140,8 +140,7 @@ def _as_member(
             back=back,
             goes_on=config.on_split == "go-on",
             arbiter=lambda: arbiter,
-            reach=worker.reach,
-            require_unfinished=partial(require_unfinished, worker),
+            around=Surroundings(reach=worker.reach, require_unfinished=partial(require_unfinished, worker)),
         )
     )
     ends.callback(membership.close)

@@ -19,7 +19,7 @@ from elastic_train.branches import BRANCH, POSITION, Branch, Position, id_on, is
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Decision, Denied
 from elastic_train.protocol.arbiter import ArbiterLost, ArbiterSilent, Arbitration, Claim, silent_members
-from elastic_train.protocol.join_queue import Finder
+from elastic_train.protocol.finder import Finder
 from elastic_train.protocol.known_worlds import FORGOTTEN, KnownWorlds, tell_released
 from elastic_train.protocol.laws import Voters, may_go_on, missing_votes
 from elastic_train.protocol.store import Clients, KeyValueStore

@@ -14,11 +14,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from elastic_train.errors import FormationFailed, StoreUnreachable
-from elastic_train.protocol.store import Clients, KeyValueStore
+from elastic_train.protocol.finder import Finder, Size
+from elastic_train.protocol.known_job import MOST_KNOWN, KnownJob, Probes
+from elastic_train.protocol.store import Clients, KeyValueStore, stores_in
 from elastic_train.rules import disagreement
 from elastic_train.world import Address, Member, World, from_json, to_json
 
@@ -115,48 +117,6 @@ CHECK_SECONDS = 0.3
 """between two looks of a newcomer at the host of its queue"""
 
 
-class Finder(Protocol):
-    """Finds the job, or the place where it begins; and keeps the signs by which others do."""
-
-    def is_beginner(self) -> bool:
-        """Whether this process may begin a job, and no other one: it serves the first endpoint, or has said so first
-        where no job is known."""
-
-    def addresses(self) -> Sequence[Address]:
-        """Stores of members of the job, or of the host of its beginning. May block for a short timeout.
-
-        Raises: ElasticTrainError where it never will."""
-
-    def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
-        """Make it known where members of the job are; with `if_missing` only where nothing is known of it."""
-
-    def other_jobs(self) -> Sequence[Address]:
-        """Stores of members of another job of this run id, whose sign stood in the place of this process's since the
-        last call. On any thread."""
-
-    def keep(self, *, has_world: bool) -> None:
-        """Serve what this machine should serve and nobody does. On the watcher's thread."""
-
-    def describe(self) -> str:
-        """Where a newcomer looks, for a person."""
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Size:
-    """Of a job."""
-
-    min_nodes: int
-    max_nodes: int
-    last_call: float
-    """seconds that the first world waits for more nodes when there are enough"""
-    join_timeout: float = math.inf
-    """seconds within which there have to be enough nodes for it"""
-    fixed: int | None = None
-    """workers of a world that nobody joins, and that begins with one of each rank"""
-
-
 @dataclass
 class _Host:
     """Where this newcomer stands in the queue."""
@@ -165,6 +125,8 @@ class _Host:
     store: KeyValueStore
     checked_at: float
     queued_at: float | None = None
+    rests: bool = False
+    """whether its members have yet to agree on a world"""
 
 
 class Entrance:
@@ -173,6 +135,8 @@ class Entrance:
     Args:
         begin: makes the first world of some members, by order of rank.
         refused: which of some members are gone, by one probe each.
+        probe_all: whether anybody listens at some addresses.
+        knows: stores of members of the job that this worker was in before.
     """
 
     def __init__(
@@ -186,10 +150,15 @@ class Entrance:
         refused: Callable[[Sequence[Member]], list[Member]],
         begin: Callable[[tuple[Member, ...]], None],
         clock: Callable[[], float],
+        probe_all: Probes,
+        knows: Sequence[Address] = (),
     ) -> None:
         self._clients, self._own, self._address = clients, clients.own, address
         self._finder, self._size, self._run_id = finder, size, run_id
-        self._refused, self._begin, self._clock = refused, begin, clock
+        self._refused, self._begin, self._clock, self._probe_all = refused, begin, clock, probe_all
+        self._known = KnownJob(tuple(knows), clock()) if knows else None
+        self._judged_at, self.holds_back = -math.inf, False
+        """when it was last asked whether the job that this worker knows may run, for which it holds back; the answer"""
         self._host: _Host | None = None
         self._beginner_since: float | None = None
         self._enough_since: float | None = None
@@ -210,20 +179,20 @@ class Entrance:
 
         Raises: ElasticTrainError where there never will be.
         """
-        if self._host is not None:
-            return True
-        if self._find_other():
+        if self._host is not None or self._find_other():
             return True
         if self._finder.is_beginner():
             self._own.put("host", json.dumps(self._address))
             self._host = _Host(self._address, self._own, self._clock())
             self._beginner_since = self._clock()
-            self._finder.show([self._address], "")
+            self._finder.show([self._address, *(() if self._known is None else self._known.stores)], "")
             return True
         return False
 
     def _find_other(self) -> bool:
-        """Whether a sign leads to a host that is not this process; from now on it is the one."""
+        """Whether a sign leads to a host that is not this process; from now on it is the one. One whose members have
+        yet to agree on a world is only where there is no other: they may never, while another side trains."""
+        resting: list[_Host] = []
         for address in self._finder.addresses():
             if address == self._address:
                 continue
@@ -231,25 +200,40 @@ class Entrance:
                 found = self._follow(address)
                 if found is None or found.address == self._address:
                     continue
-                self.is_first = found.store.get("begun") is None
+                if not found.rests:
+                    return self._go_to(found)
+                resting.append(found)
             except StoreUnreachable:
                 self._clients.lose(address)
-                continue
+            if len(resting) == MOST_KNOWN:
+                break
+        with suppress(StoreUnreachable):
+            return bool(resting) and self._go_to(resting[0])
+        return False
+
+    def _go_to(self, found: _Host) -> bool:
+        begun, members = found.store.get_many(["begun", "members"])
+        if self._host is None or self._host.address != found.address:
             self.forget_host()
             self._host = found
-            return True
-        return False
+        self.is_first = begun is None
+        if begun is not None:
+            self._note_job([found.address] if members is None else stores_in(members))
+        return True
+
+    def _note_job(self, stores: Sequence[Address]) -> None:
+        self._known, self._judged_at = KnownJob(tuple(stores[:MOST_KNOWN]), self._clock()), -math.inf
 
     def _follow(self, address: Address) -> _Host | None:
         """The host that the store at `address` names, if it says so too."""
         for _ in range(2):
             store = self._own if address == self._address else self._clients.at(address)
-            text, run_id = store.get_many(["host", "run_id"])
+            text, run_id, rests = store.get_many(["host", "run_id", "rests"])
             if not text or run_id != self._run_id:
                 return None
             named = address_of(text)
             if named == address:
-                return _Host(address, store, self._clock())
+                return _Host(address, store, self._clock(), rests=bool(rests))
             address = named
         return None
 
@@ -259,10 +243,13 @@ class Entrance:
         if host is not None and now >= host.checked_at + CHECK_SECONDS:
             host.checked_at = now
             try:
-                text, told = host.store.get_many(["host", admitted_key(mine.member.uid)])
-                is_host = bool(text) and address_of(text or "") == host.address
+                keys = ["host", admitted_key(mine.member.uid), "members", "rests"]
+                text, told, members, rests = host.store.get_many(keys)
+                is_host, host.rests = bool(text) and address_of(text or "") == host.address, bool(rests)
                 if told is not None:
                     self._own.create("admitted", told)
+                if members is not None:
+                    self._note_job(stores_in(members))
             except StoreUnreachable:
                 is_host = False
             if not is_host:
@@ -292,8 +279,11 @@ class Entrance:
     def _enqueue(self, mine: Waiting) -> None:
         assert self._host is not None, "found"
         now = self._clock()
-        if self._host.queued_at is not None and now < self._host.queued_at + QUEUE_AGAIN_SECONDS:
-            return
+        if self._host.queued_at is not None:
+            if now < self._host.queued_at + QUEUE_AGAIN_SECONDS:
+                return
+            if self._host.rests:
+                self._find_other()
         try:
             number = self._host.store.add("queue/count", 1)
             self._host.store.put(f"queue/{number}", mine.to_json())
@@ -319,9 +309,7 @@ class Entrance:
                 if waiting is not None:  # else that worker finds out by the agreement that it is of another version
                     self._queue[waiting.member.uid] = waiting
                 self._own.delete(f"queue/{number}")
-            elif now <= self._missing.get(
-                number, now
-            ):  # its writer may be about to; else it has come again if it lives
+            elif now <= self._missing.get(number, now):  # its writer may be about to, or has come again
                 continue
             self._missing.pop(number, None)  # another thread may have
         return list(self._queue.values())
@@ -332,9 +320,10 @@ class Entrance:
             self._queue.pop(member.uid, None)
 
     def _describe(self) -> str:
-        host = self._host
-        if host is None or self._beginner_since is None:
+        if self._host is None or self._beginner_since is None:
             return "waiting to be admitted"
+        if self.holds_back:
+            return "waiting for a sign of the job that this node knows of: it may train on"
         num_ready = len(ready_nodes(self._queue.values(), ()))
         return f"waiting for nodes: {num_ready} of at least {self._size.min_nodes} are ready"
 
@@ -360,7 +349,7 @@ class Entrance:
             if now - self._beginner_since < UNCALLED_SECONDS or not is_start_due(
                 nodes, min_nodes=size.min_nodes, max_nodes=size.max_nodes, seconds_enough=seconds,
                 last_call=size.last_call,
-            ):  # fmt: skip
+            ) or self._may_another_run():  # fmt: skip
                 return
         if size.fixed is None:
             found = by_newest(ready_nodes(waiting, ()))[: size.max_nodes]
@@ -371,10 +360,24 @@ class Entrance:
         if gone:
             self.drop(gone)
             return
-        if size.fixed is not None and len(members) > size.fixed:
-            return  # of two workers of one rank, one is not of this world
+        if self._may_another_run() if size.fixed is None else len(members) > size.fixed:
+            return  # it has called meanwhile; or, of two workers of one rank, one is not of this world
         self._begin(members)
         self.drop(members)
+
+    def _may_another_run(self) -> bool:
+        """Whether a job may run that this worker was in, has waited for, or is called by at this moment."""
+        now = self._clock()
+        called_by = self._finder.called_by()[:MOST_KNOWN]
+        if called_by and (self._known is None or self._known.stores != tuple(called_by)):
+            self._note_job(called_by)
+        known = self._known
+        if known is None or now > known.heard_at + self._size.silence:
+            self.holds_back = False
+        elif now >= self._judged_at + CHECK_SECONDS:
+            self.holds_back = not known.is_gone(self._clients, self._run_id, self._probe_all)
+            self._judged_at = self._clock()
+        return self.holds_back
 
 
 def admitted_key(uid: str) -> str:

@@ -8,13 +8,14 @@ from datetime import timedelta
 
 from torch.distributed import Store
 
+from elastic_train.protocol.finder import Finder
 from elastic_train.protocol.signposts import CALL_SECONDS
 from elastic_train.protocol.store import TorchStore
 from elastic_train.world import Address
 
 
-class Launcher:
-    """As join_queue.Finder, for a world that a launcher has fixed: rank 0 says at MASTER_ADDR where its store is.
+class Launcher(Finder):
+    """For a world that a launcher has fixed: rank 0 says at MASTER_ADDR where its store is.
 
     Args:
         store: a client of the store there; None for a world of one.

@@ -17,7 +17,8 @@ from contextlib import suppress
 
 from elastic_train.branches import POSITION, Branch, Position
 from elastic_train.errors import StoreUnreachable
-from elastic_train.protocol.join_queue import Finder, address_of
+from elastic_train.protocol.finder import Finder
+from elastic_train.protocol.join_queue import address_of
 from elastic_train.protocol.store import Clients, KeyValueStore
 from elastic_train.world import Address, World, from_json, to_json
 
@@ -59,6 +60,13 @@ class OtherSides:
         world is not enough: others may have joined since."""
         return self._notified_in == world.uid
 
+    def winner(self, mine: Position | None) -> Position | None:
+        """The side for which this one stops; None where it does not: a side that had not parted yet tells all whom it
+        was with, and they may be the winner itself by now."""
+        text = self.own.get(SUPERSEDED)
+        found = None if text is None else from_json(Position, text)
+        return None if found is not None and mine is not None and found.is_of(mine) else found
+
     def tend(
         self,
         world: World,
@@ -77,9 +85,9 @@ class OtherSides:
             self.own.put(POSITION, to_json(mine))
         if self._is_busy or self.has_notified(world):
             return
-        winner = self.own.get(SUPERSEDED)
+        winner = self.winner(mine)
         if winner is not None:
-            self._begin(lambda: self._notify(world, winner))
+            self._begin(lambda: self._notify(world, to_json(winner)))
         elif other_jobs and world.rank == 0:
             self._begin(lambda: self._judge_jobs(position, other_jobs))
         elif self.may_branch and branch is not None and world.rank == 0:

@@ -3,9 +3,11 @@
 What follows a world is decided by a ballot among its members (ballots.py); which votes are enough is said by laws.py.
 
 Keys in a member's own store: `host` (where newcomers queue, as far as it knows), `queue/...` (the join queue, while it
-is the host), `admitted` (its first world), `admitted/UID` (that of one that could not be told), `fact/NAME`; and below
-each world's key `present`, `register`, `next`, `left/...`, `released/UID` (who is nobody's voter any more), at rank 0
-`ready/...`, and what else was announced. What names a world that is over for long is deleted (`OldKeys`).
+is the host), `members` (stores of its world, which newcomers remember), `rests` (while its world is over and the next
+one not agreed on, or it begins none since another job may run), `admitted` (its first world), `admitted/UID` (that of
+one that could not be told), `fact/NAME`; and below each world's key `present`, `register`, `next`, `left/...`,
+`released/UID` (who is nobody's voter any more), at rank 0 `ready/...`, and what else was announced. What names a world
+that is over for long is deleted (`OldKeys`).
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ from elastic_train.protocol.agreement import Decision, Denied
 from elastic_train.protocol.arbiter import Arbiter, Arbitration
 from elastic_train.protocol.ballots import JOB, Ballots, Elsewhere, Round
 from elastic_train.protocol.branch_off import BranchOff
-from elastic_train.protocol.join_queue import Entrance, Finder, Size, Waiting, stores_by_node
+from elastic_train.protocol.finder import Finder, Size
+from elastic_train.protocol.join_queue import Entrance, Waiting, stores_by_node
+from elastic_train.protocol.known_job import MOST_KNOWN, Probes
 from elastic_train.protocol.known_worlds import Admitted, Announcements, KnownWorlds, Newcomers
+from elastic_train.protocol.probes import probe_all
 from elastic_train.protocol.store import NUM_PROPOSERS, Answer, Clients, KeyValueStore, OwnStore, entries, scoped
 from elastic_train.world import Address, Member, World
 
@@ -120,6 +125,7 @@ class PeerJob:
         goes_on: whether a side without enough votes goes on as a branch (branches.py), where nothing could claim.
         in_background: runs a task on a thread of its own, where there are threads: connections are made ahead, so that
             a recovery need not wait for them.
+        probe_all, knows: as Entrance's.
     """
 
     def __init__(
@@ -140,6 +146,8 @@ class PeerJob:
         arbiter: Callable[[], Arbiter] | None = None,
         in_background: Callable[[Callable[[], None]], None] = lambda _task: None,
         goes_on: bool = False,
+        probe_all: Probes = probe_all,
+        knows: Sequence[Address] = (),
     ) -> None:
         self._own, self.finder, self._peer_timeout, self._in_background = own, finder, peer_timeout, in_background
         self._clients = Clients(own, uid, reach)
@@ -151,8 +159,9 @@ class PeerJob:
         self.announcements = Announcements(self._clients, known, self._newcomers)
         self._draw_uid = draw_uid
         self.entrance = Entrance(
-            self._clients, address, finder, size, run_id=run_id, refused=refused, begin=self._begin, clock=clock
-        )
+            self._clients, address, finder, size, run_id=run_id, refused=refused, begin=self._begin, clock=clock,
+            probe_all=probe_all, knows=knows,
+        )  # fmt: skip
         self.facts = Facts(self._clients, self.entrance)
         elsewhere = Elsewhere(finder, known, self.facts.known, run_id=run_id, goes_on=goes_on)
         self._ballots = Ballots(known, self.place, elsewhere, self.facts.known)
@@ -317,13 +326,17 @@ class PeerJob:
         0, where the others are yet to agree on another one."""
         self.finder.keep(has_world=self._world is not None)
         self._known.old_keys.tend()
+        rests = self.entrance.holds_back if self._world is None else world is None
+        self._own.put("rests", "yes" if rests else "")
         world = world or self._world  # between two worlds, too: no other job may begin meanwhile
         if headless is not None and headless.rank > 0 and headless is self._world and not self._is_host_meanwhile:
             self._is_host_meanwhile = True
             self.entrance.host_meanwhile(headless, lambda: self._world)
         # Some besides rank 0: the place where newcomers look may not hear rank 0 alone.
         if world is not None and (world.rank <= NUM_PROPOSERS or world is headless):
-            self.finder.show(stores_by_node(world), self.facts.known.get("job_token", ""), if_missing=world.rank > 0)
+            stores = stores_by_node(world)
+            self._own.put("members", json.dumps({"stores": stores[:MOST_KNOWN]}))
+            self.finder.show(stores, self.facts.known.get("job_token", ""), if_missing=world.rank > 0)
 
     def finish(self, world: World) -> None:
         """The job has reached its end: tell those in the join queue. Rank 0 calls it."""

@@ -54,3 +54,17 @@ def probe_all(addresses: Sequence[Address], timeout: float = PROBE_SECONDS) -> l
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return results
+
+
+def first_accepting(ips: Sequence[str], port: int, timeout: float) -> str:
+    """The first of some IP addresses where somebody accepts connections. Blocks up to `timeout` seconds for each.
+    Raises OSError where nobody does."""
+    for number, ip in enumerate(ips, 1):
+        try:
+            socket.create_connection((ip, port), timeout).close()
+        except OSError:
+            if number == len(ips):
+                raise
+        else:
+            return ip
+    raise OSError("the name has no address")

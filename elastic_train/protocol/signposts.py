@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import socket
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -25,13 +25,16 @@ from torch.distributed import TCPStore
 from elastic_train.errors import StoreUnreachable, first_line, going_on
 from elastic_train.protocol.addresses import OwnEndpoints
 from elastic_train.protocol.names import look_up
-from elastic_train.protocol.store import KeyValueStore, TorchStore
-from elastic_train.system import answer_of, close_sockets_at
+from elastic_train.protocol.probes import first_accepting
+from elastic_train.protocol.store import KeyValueStore, TorchStore, stores_in
+from elastic_train.system import answer_of, close_in_forked_children
 from elastic_train.world import Address
 
 CONNECT_SECONDS = 0.5
 GREETING_SECONDS = 2.0
 """that a store may take for its first answer"""
+AGAIN_SECONDS = 0.2
+"""the same where it has taken so long before: the greeting goes on, and other endpoints wait to be looked at"""
 CALL_SECONDS = 2.0
 """that it may take for each further one"""
 STRANGER_SECONDS = 5.0
@@ -43,6 +46,8 @@ LOOK_SECONDS = 0.3
 """between two looks at the endpoints"""
 KEEP_SECONDS = 0.5
 """between two looks at what the signs say"""
+RARELY = 10
+"""one of so many of these looks is for a further endpoint that does not answer"""
 FRESH_SECONDS = 3.0
 """after which a member that is not asked any more to show a sign repeats it no longer: it may be out of the job"""
 HANGING_SECONDS = 30.0
@@ -75,13 +80,14 @@ def reach(address: Address) -> TorchStore:
     """
     host, port = address
     try:
-        ip = _listening(look_up(host), port)
+        ip = first_accepting(look_up(host), port, CONNECT_SECONDS)
     except (OSError, ValueError) as error:
         raise StoreUnreachable(f"nobody answers at {host}:{port}: {error}") from error
     # Within so long TCPStore begins its greeting anew where a stranger answers or hangs up; silence it waits out.
     timeout = timedelta(seconds=CONNECT_SECONDS)
     now = time.monotonic()
     began_at, making = _hanging.pop((ip, port), (now, None))
+    was_mute = making is not None
     if making is None or now - began_at > HANGING_SECONDS:
         began_at = now
         # It greets its server while it is made, without a deadline.
@@ -89,7 +95,7 @@ def reach(address: Address) -> TorchStore:
             lambda: TCPStore(ip, port, is_master=False, wait_for_workers=False, timeout=timeout), "connect"
         )
     try:
-        store = making.result(GREETING_SECONDS)
+        store = making.result(AGAIN_SECONDS if was_mute else GREETING_SECONDS)
     except TimeoutError:
         _hanging[ip, port] = began_at, making
         raise Mute(f"what listens at {host}:{port} does not answer") from None
@@ -104,19 +110,6 @@ def reach_sign(address: Address) -> TorchStore:
     if store.get(HOLDER) is None:
         raise Stranger(f"what listens at {address[0]}:{address[1]} is a store of another kind")
     return store
-
-
-def _listening(ips: Sequence[str], port: int) -> str:
-    """The first of some IP addresses where somebody accepts connections. Raises OSError where nobody does."""
-    for number, ip in enumerate(ips, 1):
-        try:
-            socket.create_connection((ip, port), CONNECT_SECONDS).close()
-        except OSError:
-            if number == len(ips):
-                raise
-        else:
-            return ip
-    raise OSError("the name has no address")
 
 
 def serve(host: str, port: int) -> TCPStore | None:
@@ -141,20 +134,14 @@ def serve(host: str, port: int) -> TCPStore | None:
     port = int(listener.getsockname()[1])
     fd = listener.detach()
     server = TCPStore(seen_by_us, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd)
-    is_served = weakref.ref(server)
-
-    def close_in_child() -> None:
-        if is_served() is not None:  # else the port may be anybody's
-            close_sockets_at(port)
-
     # A forked DataLoader process would serve in the place of a dead parent, and keep connections open on which others
     # wait for its answers.
-    os.register_at_fork(after_in_child=close_in_child)
+    close_in_forked_children(port, server)
     return server
 
 
 class Signposts:
-    """As join_queue.Finder, at the endpoints of `--rdzv-endpoint`.
+    """As finder.Finder, at the endpoints of `--rdzv-endpoint`.
 
     Args:
         endpoints: (host, port) each; the first one begins.
@@ -177,8 +164,14 @@ class Signposts:
         self._name, self._earlier = uuid.uuid4().hex, earlier
         self._list = ",".join(f"{host}:{port}" for host, port in endpoints)
         self._own = OwnEndpoints([host for host, _ in endpoints], is_host, clock)
+        self._key, self._key_of_beginning = f"elastic_train/{run_id}/sign", f"elastic_train/{run_id}/beginning"
+        """a beginning must not overwrite the call of a running job that it has to hear"""
+        self._key_of_first = f"elastic_train/{run_id}/first"
+        """where it is the first endpoint: whose, and of which list"""
         self._servers: dict[int, TCPStore] = {}
         self._clients: dict[int, KeyValueStore] = {}
+        self._silent: set[int] = set()
+        """further endpoints that have not answered when something was to be written there"""
         self._lock = threading.RLock()
         self._alone_since: float | None = None
         self._strange_since: dict[int, float] = {}
@@ -194,20 +187,6 @@ class Signposts:
         self._has_world = False
         self._is_closed = threading.Event()
         self._keeper: threading.Thread | None = None
-
-    @property
-    def _key(self) -> str:
-        return f"elastic_train/{self._run_id}/sign"
-
-    @property
-    def _key_of_beginning(self) -> str:
-        """Of a beginning, which must not overwrite the call of a running job that it has to hear."""
-        return f"elastic_train/{self._run_id}/beginning"
-
-    @property
-    def _key_of_first(self) -> str:
-        """Where it is the first endpoint: whose, and of which list."""
-        return f"elastic_train/{self._run_id}/first"
 
     @property
     def is_silent(self) -> bool:
@@ -240,8 +219,8 @@ class Signposts:
                 is_anybody_there = True
                 self._strange_since.pop(number, None)
                 self._require_same_list(first)
-                for text in filter(None, texts):
-                    found += [(str(host), int(port)) for host, port in json.loads(text)["stores"]]
+                for text in texts:
+                    found += stores_in(text)
             self._alone_since = None if is_anybody_there else self._alone_since or now
             self._seen = tuple(dict.fromkeys([*found, *self._earlier()]))
             self._looked_at = self._clock()
@@ -296,6 +275,11 @@ class Signposts:
             f"port {port} of this machine is taken on another address than {host}: choose another --rdzv-endpoint"
         )
 
+    def called_by(self) -> Sequence[Address]:
+        with self._lock:  # no other endpoint is asked: one that is mute would take seconds
+            sign = self._clients[0].get(self._key) if 0 in self._servers else None
+        return stores_in(sign)
+
     def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
         key = self._key if job_token else self._key_of_beginning
         sign = (key, json.dumps({"stores": list(addresses), "job": job_token}), if_missing)
@@ -321,8 +305,12 @@ class Signposts:
 
     def _keep(self) -> None:
         told: set[str] = set()
-        while not self._is_closed.wait(KEEP_SECONDS):
+        for turn in itertools.count():
+            if self._is_closed.wait(KEEP_SECONDS):
+                return
             for number in range(len(self._endpoints)):
+                if number in self._silent and turn % RARELY:  # a host that comes back to the first one must be called
+                    continue
                 with going_on(told, f"endpoint {self.describe()}"), self._lock:
                     if number > 0 or self._has_world:
                         with contextlib.suppress(StoreUnreachable):
@@ -340,8 +328,11 @@ class Signposts:
                     self._note_other_job(there, text)
                 if there != text and not (if_missing and there is not None):
                     store.put(key, text)
+                self._silent.discard(number)
                 return
             except StoreUnreachable:
+                if number > 0:
+                    self._silent.add(number)
                 if self._clients.pop(number, None) is None:
                     return
 
@@ -350,7 +341,7 @@ class Signposts:
         where it writes its own."""
         theirs = json.loads(there)
         if theirs.get("job") != json.loads(text)["job"]:
-            self._other_jobs = tuple((str(host), int(port)) for host, port in theirs["stores"])
+            self._other_jobs = stores_in(there)
 
     def other_jobs(self) -> Sequence[Address]:
         found, self._other_jobs = self._other_jobs, ()

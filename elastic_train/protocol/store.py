@@ -8,6 +8,7 @@ its own store what worlds that are over have left there.
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import struct
 import threading
@@ -308,3 +309,8 @@ class Clients:
                 self.of_rank(world, rank)
             except StoreUnreachable:
                 continue
+
+
+def stores_in(sign: str | None) -> tuple[Address, ...]:
+    """That a sign names, or a store in `members`."""
+    return () if sign is None else tuple((str(host), int(port)) for host, port in json.loads(sign)["stores"])

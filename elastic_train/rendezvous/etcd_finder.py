@@ -1,4 +1,4 @@
-"""Where newcomers find a job in etcd, and who begins it: a join_queue.Finder that needs no machine in particular.
+"""Where newcomers find a job in etcd, and who begins it: a finder.Finder that needs no machine in particular.
 
 Below the job's entry (etcd_job.py), under a lease of the process that writes them:
 
@@ -21,7 +21,9 @@ from collections.abc import Callable, Sequence
 
 from elastic_train.errors import ElasticTrainError, LeftOut, StoreRefused, StoreUnreachable, going_on
 from elastic_train.protocol.arbiter import Arbiter, Claims
+from elastic_train.protocol.finder import Finder
 from elastic_train.protocol.probes import Probe, probe_all
+from elastic_train.protocol.store import stores_in
 from elastic_train.rendezvous.etcd import Etcd, Transaction
 from elastic_train.rendezvous.etcd_arbiter import arbiter_in
 from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS, Connections, Entry
@@ -129,8 +131,8 @@ def repeat(seconds: float, turn: Callable[[], None]) -> Callable[[float], None]:
     return end
 
 
-class EtcdFinder:
-    """As join_queue.Finder. Connects when it is made. Where etcd does not answer it blocks for the grace; for one
+class EtcdFinder(Finder):
+    """Connects when it is made. Where etcd does not answer it blocks for the grace; for one
     attempt where `earlier` names somebody: then its thread opens the job's entry, whenever etcd answers.
 
     The training thread looks, and the watcher's says what is to be shown; a thread of its own writes it, so that
@@ -389,8 +391,3 @@ def sign_and_begin(own: NodeLease) -> tuple[str, str]:
 def shown(own: NodeLease) -> list[Entry | None]:
     """What they lead to. Raises: StoreUnreachable, StoreRefused."""
     return own.store.etcd.get_many(sign_and_begin(own))
-
-
-def stores_in(text: str | None) -> tuple[Address, ...]:
-    """That a sign names."""
-    return () if text is None else tuple((str(host), int(port)) for host, port in json.loads(text)["stores"])

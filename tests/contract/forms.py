@@ -17,8 +17,8 @@ import pytest
 from elastic_train.elastic.claims import Bounded
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.arbiter import Arbiter
+from elastic_train.protocol.finder import Finder, Size
 from elastic_train.protocol.group_store import GroupStoreServer
-from elastic_train.protocol.join_queue import Finder, Size
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.signposts import Signposts, reach
 from elastic_train.protocol.store import KeyValueStore, MemoryStore, TorchStore
@@ -89,6 +89,9 @@ class _Finder:
 
     def addresses(self) -> Sequence[Address]:
         return () if self._is_first else self._stores
+
+    def called_by(self) -> Sequence[Address]:
+        return ()
 
     def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
         self.shown = addresses

@@ -20,7 +20,8 @@ from elastic_train.elastic.barriers import Barriers, Surroundings, Waits
 from elastic_train.errors import FormationFailed, JobFailed, Refused
 from elastic_train.protocol import known_worlds
 from elastic_train.protocol.agreement import Agreement, Decision, Denied, LeftBehind, Liveness, Presence, Wait
-from elastic_train.protocol.join_queue import Size, Waiting
+from elastic_train.protocol.finder import Size
+from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.known_worlds import Admitted
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.plan import Plan, Preparation, mark
@@ -183,7 +184,7 @@ def test_who_has_waited_for_a_job_that_cannot_be_reached_begins_another_one() ->
     token = jobs[0].facts.create("job_token", "the first")
     form.finds = [("host", 0)]
     newcomer = form.job(7)
-    newcomer.entrance._size = Size(1, 8, 0.0)
+    newcomer.entrance._size = Size(1, 8, 0.0, silence=0.0)
     assert newcomer.entrance.find()
     assert newcomer.facts.create("job_token", "mine") == token
     for number in range(MIN_NODES):

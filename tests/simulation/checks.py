@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 AGREE_SECONDS = 0.5
 """after a member's end, in which the others go on without it"""
+JOIN_SECONDS = 7.0
+"""after the last fault: one that hears all who train is in their world"""
 QUEUE_SECONDS = 2.5
 """that one who was left out may stand in the queue: it has to find the job, and its join is prepared"""
 
@@ -139,6 +141,36 @@ def check_sides(simulation: Simulation) -> None:
             return
         left -= {worker.uid for worker in side}
         _check_side(simulation, side)
+
+
+def could_not_know(simulation: Simulation, worker: Worker) -> bool:
+    """Whether who begins a job knew of no running one, and could not be called by it."""
+    if worker.job.entrance._known is not None:
+        return False
+    others = [one for one in simulation.living if one is not worker and one.world is not None]
+    return not any(_hear_each_other(simulation, worker, one) for one in others)
+
+
+def _hear_each_other(simulation: Simulation, one: Worker, other: Worker) -> bool:
+    hosts, network = (one.process.host, other.process.host), simulation.network
+    return other.process.is_running and network.is_open(*hosts) and network.is_open(*reversed(hosts))
+
+
+def check_queue(simulation: Simulation) -> None:
+    """A while after the last fault: nobody is idle in a queue who hears all members of a side that trains."""
+    now, plan = simulation.kernel.now, simulation.plan
+    if now - simulation.last_fault_at < JOIN_SECONDS or not plan.is_formed or simulation.directory.has_stalled:
+        return
+    trainers = [one for one in simulation.living if one.committed_at > now - plan.work.commit_seconds]
+    for newcomer in (one for one in simulation.living if one.activity == "queues" and one.process.is_running):
+        sides: dict[str, list[Worker]] = {}
+        for one in trainers:
+            if one.world is not None:
+                sides.setdefault(one.world.uid, []).append(one)
+        for side in sides.values():
+            is_heard = all(_hear_each_other(simulation, newcomer, one) for one in side)
+            if is_heard and now - newcomer.began_at > JOIN_SECONDS and _can_join(simulation, newcomer, side):
+                simulation.fail(f"idle in the queue beside those who train: {newcomer}, {_states(side)}")
 
 
 def _check_side(simulation: Simulation, side: list[Worker]) -> None:

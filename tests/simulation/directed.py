@@ -86,7 +86,7 @@ def restarted_container() -> Plan:
     return replace(plan(3, *faults, recovers_at=3.0), has_equal_names=True)
 
 
-def accepted_late(delay: float = 0.14) -> Plan:
+def accepted_late(delay: float = 0.19) -> Plan:
     """A member that was frozen when it was told a list accepts it when the others have gone on without it."""
     faults = [(1.0, "kill", 3), (1.0 + delay, "freeze", 2), (7.0, "thaw", 2), (7.4, "kill", 0), (7.4, "kill", 1)]
     return plan(4, *faults, recovers_at=11.0)

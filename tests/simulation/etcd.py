@@ -17,12 +17,11 @@ from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, silent_members
 from elastic_train.protocol.laws import Voters
-from elastic_train.protocol.probes import PROBE_SECONDS, Probe
 from elastic_train.rendezvous.etcd_connections import Connections, import_etcd3
 from elastic_train.rendezvous.etcd_finder import EtcdFinder
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from tests.simulation.peers import PeersForm
-from tests.simulation.process import Address, Machines, Process
+from tests.simulation.process import Machines, Process
 
 if TYPE_CHECKING:
     from tests.simulation.simulator import Simulation
@@ -246,11 +245,6 @@ class EtcdForm(PeersForm):
             process.start("signs", run)
             return lambda _timeout: is_over.append(True)
 
-        def probe_all(addresses: Sequence[Address]) -> list[Probe]:
-            found = [probe(process, address) for address in addresses]
-            process.sleep(PROBE_SECONDS if Probe.SILENT in found else 0.002)
-            return found
-
         return EtcdFinder(
             SimConnections(process, self.server, self._settings, is_known=bool(worker.known)),
             "run",
@@ -262,7 +256,7 @@ class EtcdForm(PeersForm):
             warn=lambda text: simulation.note(f"{worker} warns: {text}"),
             earlier=lambda: worker.known,
             repeat=repeat,
-            probe_all=probe_all,
+            probe_all=worker.probe_stores,
         )
 
     def arbiter(self, worker: Worker) -> Callable[[], Arbiter] | None:
@@ -298,11 +292,3 @@ class EtcdForm(PeersForm):
 
     def lose_replies(self, number: int) -> None:
         self.server.loses_replies += number
-
-
-def probe(process: Process, address: Address) -> Probe:
-    """What a connection to the store at an address tells."""
-    target, network = process.machines.at[address], process.network
-    if not (network.is_open(process.host, target.host) and network.is_open(target.host, process.host)):
-        return Probe.SILENT
-    return Probe.ACCEPTED if target.newest.is_alive else Probe.REFUSED

@@ -23,6 +23,7 @@ class Faults:
 
     def cause(self, name: str, *arguments: Any) -> None:
         self._simulation.note(f"fault: {name}{arguments}")
+        self._simulation.last_fault_at = self._simulation.kernel.now
         getattr(self, name)(*arguments)
 
     def _worker(self, index: int) -> Worker:
@@ -80,6 +81,19 @@ class Faults:
         """One way."""
         if one != other:
             self._simulation.network.cut(f"h{one}", f"h{other}")
+
+    def cut_off_after(self, note: str, seconds: float) -> None:
+        """The link of the next worker of which there is such a note fails so long after that."""
+        simulation = self._simulation
+
+        def look(text: str) -> None:
+            if note in text:
+                simulation.on_note.remove(look)
+                host = int(text.partition("@h")[2].partition(" ")[0])
+                others = {int(worker.process.host[1:]) for worker in simulation.workers} - {host}
+                simulation.kernel.after(seconds, self.cause, "partition", (host,), tuple(sorted(others)))
+
+        simulation.on_note.append(look)
 
     def heal(self, one: int, other: int) -> None:
         self._simulation.network.heal(f"h{one}", f"h{other}")

@@ -1,4 +1,4 @@
-"""Endpoints as signposts, in the simulated network; a join_queue.Finder."""
+"""Endpoints as signposts, in the simulated network; a finder.Finder."""
 
 from __future__ import annotations
 
@@ -69,6 +69,11 @@ class SimFinder:
         found += [*self._known, *posts.directories.get(process.host, ())]
         self._seen = process.kernel.now, tuple(dict.fromkeys(found))
         return self._seen[1]
+
+    def called_by(self) -> Sequence[Address]:
+        posts, first = self._posts, self._posts.hosts[0]
+        addresses, _ = posts.shown[first].get(True, ((), "")) if posts.keepers.get(first) is self._process else ((), "")
+        return addresses
 
     def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
         process, posts = self._process, self._posts

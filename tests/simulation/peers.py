@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_train.protocol.agreement import Decision, Liveness
 from elastic_train.protocol.arbiter import Arbiter
-from elastic_train.protocol.join_queue import Finder
+from elastic_train.protocol.finder import Finder
 from elastic_train.protocol.laws import Voters, may_go_on
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.world import to_json
@@ -44,6 +44,8 @@ class PeersForm:
             clock=process.clock,
             arbiter=self.arbiter(worker),
             goes_on=simulation.plan.goes_on,
+            probe_all=worker.probe_stores,
+            knows=worker.known,
         )
 
     def finder(self, worker: Worker) -> Finder:

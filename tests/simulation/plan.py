@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_train.protocol.join_queue import Size
+from elastic_train.protocol.finder import Size
 from elastic_train.protocol.neighbours import STANDARD, Topology
 from tests.simulation.work import Work
 
@@ -27,6 +27,7 @@ class Plan:
     seconds: float = 12.0
     """its length, where it does not recover"""
     peer_timeout: float = 2.0
+    wait_timeout: float = 1e9
     is_formed: bool = True
     """whether it begins with a first world that everybody is told, and no queue"""
     founders: int | None = None
@@ -73,4 +74,5 @@ class Plan:
         return self.hosts[index] if index < len(self.hosts) else 1
 
     def size(self) -> Size:
-        return Size(min_nodes=self.min_nodes or len(self.hosts), max_nodes=16, last_call=0.0)
+        silence = self.wait_timeout if self.lease is None else self.lease
+        return Size(self.min_nodes or len(self.hosts), max_nodes=16, last_call=0.0, silence=silence)

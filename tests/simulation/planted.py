@@ -100,6 +100,20 @@ def it_begins_beside_a_running_job(patch: Patch) -> None:
     patch.setattr(Entrance, "_follow", lambda _self, _address: None)
 
 
+def it_begins_beside_a_job_that_it_knows(patch: Patch) -> None:
+    patch.setattr(Entrance, "_may_another_run", lambda _self: False)
+
+
+def it_waits_beside_those_who_lack_votes(patch: Patch) -> None:
+    right = peers.PeerJob.tend
+
+    def tend(self: peers.PeerJob, world: World | None, **named: Any) -> None:
+        right(self, world, **named)
+        self._own.put("rests", "")
+
+    patch.setattr(peers.PeerJob, "tend", tend)
+
+
 def a_claim_is_judged_by_its_return_code(patch: Patch) -> None:
     def put(self: Claims, name: str, text: str) -> str:
         try:
@@ -195,6 +209,8 @@ ALL = (
     a_decision_is_not_collected,
     a_listener_has_no_uid,
     it_begins_beside_a_running_job,
+    it_begins_beside_a_job_that_it_knows,
+    it_waits_beside_those_who_lack_votes,
     a_claim_is_judged_by_its_return_code,
     a_newcomer_claims_alone,
     a_claim_in_etcd_replaces_another_one,

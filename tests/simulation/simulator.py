@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbiter, Claims
-from elastic_train.protocol.join_queue import Finder
+from elastic_train.protocol.finder import Finder
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.rules import seconds_before_return
 from elastic_train.world import World
@@ -90,6 +90,11 @@ class Simulation:
         self.failures: list[str] = []
         self.starts: dict[str, str] = {}
         """uids of worlds that began without a state, and who had one then"""
+        self.is_second_excused = False
+        """whether a job was begun beside a running one of which who began it could know nothing"""
+        self.last_fault_at = 0.0
+        self.on_note: list[Callable[[str], None]] = []
+        """called with each"""
         self.num_prepared = 0
         """how often a worker has entered a world that was formed ahead"""
         self._port = 0
@@ -151,6 +156,8 @@ class Simulation:
 
     def note(self, text: str) -> None:
         self.notes.append(f"{self.kernel.now:8.3f} {text}")
+        for tell in list(self.on_note):
+            tell(text)
 
     def fail(self, text: str) -> None:
         self.note(f"VIOLATION {text}")
@@ -175,12 +182,16 @@ class Simulation:
         self.note(f"{worker} enters generation {world.generation} {world.uid} of {uids}")
 
     def note_start(self, worker: Worker, world: World) -> None:
+        from tests.simulation import checks
+
         if world.uid not in self.starts:
             self.note(f"{worker} begins from the start in {world.uid}")
             newest = max((commit.step for told in self.worlds.values() for commit in told.commits), default=0)
             # What somebody kept from before is outdated where those who came further have died.
             least = max(2, newest - 1)
             holders = [one for one in self.living if max(one.last_step, one.kept.step if one.kept else 0) >= least]
+            if holders and checks.could_not_know(self, worker):
+                self.is_second_excused, holders = True, []
             self.starts[world.uid] = ", ".join(map(str, holders))  # of more than one step, which may be provisional
 
     def note_commit(self, worker: Worker, world: World, parent: Commit | None) -> Commit:
@@ -210,6 +221,7 @@ class Simulation:
         else:
             self.kernel.run(recovers_at)
             checks.check_sides(self)
+            checks.check_queue(self)
             faults.cause("recover")
             found: str | None = ""
             seconds = HEAL_SECONDS * (2 if self.plan.goes_on else 1)  # they meet first

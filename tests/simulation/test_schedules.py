@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_train.protocol.neighbours import STANDARD, Topology
-from tests.simulation import directed
+from tests.simulation import directed, entrances
 from tests.simulation.faults import RING
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.simulator import Simulation
@@ -85,6 +85,64 @@ def test_5_a_host_that_comes_back_begins_nothing() -> None:
     assert len(simulation.starts) == 1
     worlds = {worker.world.uid for worker in simulation.living if worker.world is not None}
     assert len(worlds) == 1, "it has joined"
+
+
+@FORMS
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_5_who_was_left_out_and_is_cut_off_then_begins_nothing(seed: int, lease: float | None) -> None:
+    """It waits for the members that it knows; their silence proves nothing."""
+    simulation = run(replace(entrances.left_out_and_cut_off(16.0, seed), lease=lease))
+    assert_one_job(simulation)
+
+
+@FORMS
+@pytest.mark.parametrize("heals_at", [7.0, 12.0])
+@pytest.mark.parametrize("cut_at", [3.1, 3.3, 3.5, 3.8])
+def test_5_who_was_in_the_queue_and_is_cut_off_begins_nothing(
+    cut_at: float, heals_at: float, lease: float | None
+) -> None:
+    assert_one_job(run(replace(entrances.cut_off_in_the_queue(cut_at, heals_at), lease=lease)))
+
+
+def assert_one_job(simulation: Simulation) -> None:
+    """All are in one world, and nothing was begun but that."""
+    assert len(simulation.starts) == 1, simulation.describe()
+    [members] = {worker.world.uids for worker in simulation.living if worker.world is not None}
+    assert sorted(members) == sorted(worker.uid for worker in simulation.living)
+    assert len(members) == len(simulation.plan.hosts)
+
+
+@pytest.mark.parametrize(("ending", "wait_timeout", "at"), [("kill", 600.0, 3.3), ("power_off", 10.0, 13.3)])
+def test_5_who_is_alone_in_the_queue_begins(ending: str, wait_timeout: float, at: float) -> None:
+    """At once where all who have trained are proven dead; else at --wait-timeout."""
+    simulation = run(entrances.alone_in_the_queue(ending, wait_timeout))
+    [began] = [float(note[:8]) for note in simulation.notes if f"{simulation.workers[-1]} enters" in note]
+    assert at - 0.4 < began < at + 5.0, simulation.describe()
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_a_newcomer_goes_on_to_the_side_that_trains(seed: int) -> None:
+    """The other one waits for votes, and shows itself first."""
+    simulation = run(entrances.newcomer_of_two_sides(seed))
+    newcomer = simulation.workers[-1]
+    entered = [float(note[:8]) for note in simulation.notes if f"{newcomer} enters" in note]
+    assert entered, simulation.describe()
+    assert entered[0] < newcomer.began_at + 4.0
+    assert newcomer.last_step == simulation.workers[1].last_step
+
+
+@pytest.mark.parametrize("endpoints", [1, 3])
+def test_a_newcomer_does_not_wait_for_one_that_begins_nothing(endpoints: int) -> None:
+    """Which leads it to those who train, as it knows them."""
+    simulation = run(entrances.newcomer_beside_one_that_holds_back(endpoints))
+    assert simulation.workers[-1].activity == "trains", simulation.describe()
+    assert simulation.workers[-1].last_step == simulation.workers[1].last_step
+
+
+@pytest.mark.parametrize("starts_at", [1.2, 2.0, 2.8])
+def test_a_newcomer_leaves_a_side_that_comes_to_lack_votes(starts_at: float) -> None:
+    simulation = run(entrances.newcomer_of_two_sides(starts_at=starts_at))
+    assert simulation.workers[-1].activity == "trains", simulation.describe()
 
 
 def judged_second_jobs(plan: Plan) -> tuple[list[str], list[str]]:

@@ -15,6 +15,7 @@ from elastic_train.errors import JobFinished, LeftOut, SecondJob, StoreUnreachab
 from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.liveness import Watcher, ping_interval
 from elastic_train.protocol.other_sides import OtherSides
+from elastic_train.protocol.probes import PROBE_SECONDS, Probe
 from elastic_train.world import Member, World
 from tests.simulation.group import Group
 from tests.simulation.links import SimLinks
@@ -24,7 +25,6 @@ from tests.simulation.ring_parts import Commit, State, make_ring
 if TYPE_CHECKING:
     from tests.simulation.simulator import Simulation
 
-PROBE_SECONDS = 0.5
 AHEAD_SECONDS = 10.0
 MAX_NODES = 16
 POLL_SECONDS = 0.02
@@ -98,7 +98,7 @@ class Worker:
         self.membership = Membership(
             self.job,
             self.watcher,
-            Waits(60.0, peer_timeout, 1e9),
+            Waits(60.0, peer_timeout, plan.wait_timeout),
             uid=self.uid,
             address=process.address,
             store_address=process.address,
@@ -217,6 +217,19 @@ class Worker:
         found = self.probe(members)
         return [member for member, one in zip(members, found, strict=True) if one == "refused"]
 
+    def probe_stores(self, addresses: Sequence[Address]) -> list[Probe]:
+        """What a connection to the store at each address tells."""
+        found = [self._probe_store(address) for address in addresses]
+        self.process.sleep(PROBE_SECONDS if Probe.SILENT in found else 0.002)
+        return found
+
+    def _probe_store(self, address: Address) -> Probe:
+        process, network = self.process, self.process.network
+        target = process.machines.at[address]
+        if not (network.is_open(process.host, target.host) and network.is_open(target.host, process.host)):
+            return Probe.SILENT
+        return Probe.ACCEPTED if target.newest.is_alive else Probe.REFUSED
+
     # --- its threads --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -237,6 +250,8 @@ class Worker:
         except JobFinished:
             self._end("finished", "")
         except SecondJob as error:
+            if not (self.simulation.plan.begins_twice or self.simulation.is_second_excused):
+                self.simulation.fail(f"ends with an error: {self} {error}")
             self._end("second job", str(error))
         except LeftOut as error:
             if isinstance(error, Superseded):

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from elastic_train.branches import MOST_RESTARTS, Branch, Branches, Position, is_on, parting_step, restarted
+from elastic_train.branches import BRANCH, MOST_RESTARTS, Branch, Branches, Position, is_on, parting_step, restarted
+from elastic_train.elastic.membership import OwnSide
 from elastic_train.elastic.restore import require_line
-from elastic_train.errors import BranchesMixed, Refused, StoreUnreachable
+from elastic_train.errors import BranchesMixed, Refused, StoreUnreachable, Superseded
 from elastic_train.protocol.other_sides import SUPERSEDED, OtherSides
 from elastic_train.protocol.store import MemoryStore
 from elastic_train.storage.run_record import Offer, newest_offer, require_one_line
@@ -198,6 +199,21 @@ class Jobs:
                 self.sides[job].tend(World(0, 3, members), lambda job=job: self.position(job), None, others)  # type: ignore[misc]
         told = {port: store.get(SUPERSEDED) for (_, port), store in self.stores.items()}
         return {port: None if text is None else from_json(Position, text).host for port, text in told.items()}
+
+
+def test_a_side_that_is_told_of_itself_goes_on() -> None:
+    """By one that had not parted yet: it tells all of the world that it was in."""
+    sides = Sides(steps=100, theirs=50)
+    sides.stores["10.0.0.1", 1].put(SUPERSEDED, to_json(position(FIRST, 90, 1)))
+    side = OwnSide(sides.other_sides, {"run_uid": "run", BRANCH: to_json(Branch("b", 1))})
+    side.progress = lambda: (FIRST, 100)
+    side.enter(sides.world)
+    side.require_no_better()
+    assert sides.tend()[2] is None
+    sides.stores["10.0.0.1", 1].put(SUPERSEDED, to_json(position(LINE, 300, port=9)))
+    with pytest.raises(Superseded):
+        side.require_no_better()
+    assert sides.tend()[2] is not None
 
 
 def test_of_two_jobs_the_one_with_fewer_steps_stops() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 
 from elastic_train.errors import StoreUnreachable
+from elastic_train.protocol.finder import Size
 from elastic_train.protocol.join_queue import (
     CHECK_SECONDS,
     QUEUE_AGAIN_SECONDS,
+    UNCALLED_SECONDS,
     Entrance,
-    Size,
     Waiting,
     by_newest,
     is_start_due,
@@ -24,8 +26,9 @@ from elastic_train.protocol.join_queue import (
     without_nodes_of,
 )
 from elastic_train.protocol.launcher import Launcher
+from elastic_train.protocol.probes import Probe
 from elastic_train.protocol.store import Clients, MemoryStore
-from elastic_train.world import Member
+from elastic_train.world import Address, Member
 
 
 def member(node: str, local_rank: int = 0, newest: tuple[int, int] | None = None) -> Member:
@@ -80,6 +83,7 @@ def entrance_of(
     size: Size = ANY_SIZE,
     refused: Callable[[Sequence[Member]], list[Member]] = lambda _members: [],
     begin: Callable[[tuple[Member, ...]], None] = lambda _members: None,
+    **knowledge: Any,
 ) -> Entrance:
     return Entrance(
         Clients(own, "host", lambda _address: own),
@@ -90,7 +94,12 @@ def entrance_of(
         refused=refused,
         begin=begin,
         clock=clock,
+        **{"probe_all": nobody_listens, **knowledge},
     )
+
+
+def nobody_listens(addresses: Sequence[Address]) -> list[Probe]:
+    return [Probe.REFUSED] * len(addresses)
 
 
 def in_a_fixed_world(*orders: int, gone: Sequence[int] = ()) -> list[list[str]]:
@@ -131,8 +140,9 @@ def test_who_was_to_begin_begins_nothing_beside_a_job_that_cannot_be_reached() -
     """Its sign has come since, as in etcd."""
     own, now, begun = MemoryStore(), [100.0], list[tuple[Member, ...]]()
     finder = SimpleNamespace(
-        is_beginner=lambda: not signs, addresses=lambda: signs, show=lambda *_arguments: None, describe=lambda: "etcd"
-    )
+        is_beginner=lambda: not signs, addresses=lambda: signs, show=lambda *_arguments: None, describe=lambda: "etcd",
+        called_by=tuple,
+    )  # fmt: skip
     signs: list[tuple[str, int]] = []
     entrance = entrance_of(own, lambda: now[0], finder, begin=begun.append)
     assert entrance.look(Waiting(member("host"), 1)) == "waiting for nodes: 1 of at least 1 are ready"
@@ -147,6 +157,99 @@ def test_who_was_to_begin_begins_nothing_beside_a_job_that_cannot_be_reached() -
         now[0] += CHECK_SECONDS
         entrance.look(Waiting(member("host"), 1))
     assert begun[0] == (member("host"),)
+
+
+A, B = ("10.0.0.8", 5000), ("10.0.0.9", 5000)
+MAY_RUN = "waiting for a sign of the job that this node knows of: it may train on"
+
+
+class Knowing:
+    """A node at the first endpoint that may know of a job, and what a connection to its members' stores tells."""
+
+    def __init__(self, *knows: Address, silence: float = math.inf) -> None:
+        self.now, self.begun, self.called_by = 100.0, list[tuple[Member, ...]](), list[Address]()
+        self.stores = {A: MemoryStore(), B: MemoryStore()}
+        for store in self.stores.values():
+            store.put("run_id", "run")
+        self.probes = {A: Probe.REFUSED, B: Probe.REFUSED}
+        finder = SimpleNamespace(
+            is_beginner=lambda: True, addresses=tuple, show=lambda *_arguments: None, describe=lambda: "the endpoints",
+            called_by=lambda: self.called_by,
+        )  # fmt: skip
+        self.entrance = entrance_of(
+            MemoryStore(), lambda: self.now, finder, replace(ANY_SIZE, silence=silence), begin=self.begun.append,
+            knows=knows, probe_all=lambda addresses: [self.probes[one] for one in addresses],
+        )  # fmt: skip
+        self.entrance._clients._connect = self.stores.__getitem__
+
+    def looks(self, seconds: float) -> str:
+        """For so long; what it says last."""
+        until, said = self.now + seconds, ""
+        while self.now < until:
+            self.now += CHECK_SECONDS
+            said = self.entrance.look(Waiting(member("host"), 1))
+        return said
+
+
+def test_who_knows_of_a_job_begins_when_nobody_listens_at_any_of_its_stores() -> None:
+    node = Knowing(A, B)
+    node.probes[B] = Probe.SILENT
+    assert node.looks(1000.0) == MAY_RUN
+    assert node.begun == [], "one of them may train on"
+    node.probes[B] = Probe.REFUSED
+    node.looks(2 * CHECK_SECONDS)
+    assert node.begun
+
+
+def test_who_knows_of_no_job_begins_when_none_has_called() -> None:
+    node = Knowing()
+    node.looks(UNCALLED_SECONDS)
+    assert not node.begun
+    node.looks(2 * CHECK_SECONDS)
+    assert node.begun
+
+
+def test_silence_counts_after_the_time_that_was_given_for_it() -> None:
+    node = Knowing(A, B, silence=60.0)
+    node.probes[A] = Probe.SILENT
+    node.looks(59.0)
+    assert not node.begun
+    node.looks(2.0)
+    assert node.begun
+
+
+@pytest.mark.parametrize(
+    ("host", "run_id", "may_run"), [('["x", 1]', "run", True), ("", "run", False), ('["x", 1]', "other", False)]
+)
+def test_who_listens_there_may_be_in_no_world_any_more(host: str, run_id: str, may_run: bool) -> None:
+    """Or be another job's process, which has got the port."""
+    node = Knowing(A, B)
+    node.probes[A] = Probe.ACCEPTED
+    node.stores[A].put("host", host)
+    node.stores[A].put("run_id", run_id)
+    node.looks(10.0)
+    assert bool(node.begun) is not may_run
+
+
+def test_who_listens_there_and_does_not_answer_may_train_on() -> None:
+    node = Knowing(A)
+    node.probes[A] = Probe.ACCEPTED
+    node.entrance._clients._connect = unreachable
+    assert node.looks(100.0) == MAY_RUN
+    assert not node.begun
+
+
+def test_a_call_that_comes_as_it_is_about_to_begin_is_heard() -> None:
+    """It was not there yet when the endpoints were read, which one of them had made slow."""
+    node = Knowing()
+    node.looks(UNCALLED_SECONDS)
+    node.called_by.append(A)
+    node.probes[A] = Probe.SILENT
+    assert node.looks(10.0) == MAY_RUN
+    assert not node.begun
+    node.probes[A] = Probe.REFUSED
+    node.looks(2 * CHECK_SECONDS)
+    assert node.begun, "who had called is dead"
 
 
 def unreachable(_address: tuple[str, int]) -> MemoryStore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import socket
@@ -572,6 +573,43 @@ def test_any_endpoint_leads_to_the_job(make: Make, clock: Clock, port: int) -> N
     until(lambda: second_client.get(second._key) is not None)
     first.close()
     assert look(newcomer, clock) == (A,)
+
+
+@contextmanager
+def mute(port: int) -> Iterator[None]:
+    """A frozen process has that port: its kernel accepts."""
+    with socket.create_server(("127.0.0.1", port), backlog=100):
+        yield
+
+
+def test_a_mute_endpoint_delays_no_call_at_the_first_one(make: Make, port: int) -> None:
+    """A host that comes back there waits for UNCALLED_SECONDS, and may not know of anybody else."""
+    further = free_port()
+    with mute(further):
+        member = make(port, further, is_host=False)
+        member.show([A], "job")
+        until(lambda: 1 in member._silent)
+        for _ in range(4):
+            first = make(port)
+            assert first.is_beginner()
+            assert until(lambda: first.called_by() == (A,)) < UNCALLED_SECONDS - 2 * signposts.KEEP_SECONDS  # noqa: B023
+            first.close()
+
+
+def test_a_call_that_comes_while_another_endpoint_is_looked_at_is_heard(
+    make: Make, clock: Clock, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make(port, free_port())
+    assert first.is_beginner()
+    assert first.called_by() == ()
+
+    def be_slow(_address: Address) -> TCPStore:
+        first._clients[0].put(first._key, json.dumps({"stores": [A], "job": "job"}))
+        raise StoreUnreachable("it is frozen")
+
+    monkeypatch.setattr(signposts, "reach_sign", be_slow)
+    assert look(first, clock) == (), "it had been read before"
+    assert first.called_by() == (A,)
 
 
 def test_two_machines_that_would_begin_by_lists_that_differ_are_refused(make: Make, clock: Clock, port: int) -> None:

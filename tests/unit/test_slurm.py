@@ -7,7 +7,7 @@ import pytest
 from elastic_train.elastic.barriers import Waits
 from elastic_train.elastic.connect import launcher_of
 from elastic_train.errors import StoreUnreachable
-from elastic_train.protocol.join_queue import Finder
+from elastic_train.protocol.finder import Finder
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.rendezvous.slurm import NUM_PORTS, first_host, torchrun_variables, unused_tasks_warning
 from elastic_train.stopping import StopSignal

@@ -26,8 +26,8 @@ from elastic_train.elastic.connect import OWN_SECONDS, answering
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.standing import standing_in
 from elastic_train.errors import FormationFailed, first_line
+from elastic_train.protocol.finder import Size
 from elastic_train.protocol.group_store import GroupStoreServer
-from elastic_train.protocol.join_queue import Size
 from elastic_train.protocol.known_worlds import SETTLED_REDUCTIONS
 from elastic_train.protocol.launcher import Launcher
 from elastic_train.protocol.links import Links
