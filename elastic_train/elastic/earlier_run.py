@@ -228,11 +228,11 @@ class EarlierRun:
                 worker.reporter.log(line)
             write_lines_again(worker, world)  # before the next exchange: nobody has a state until all have written
         seen = gather_json({"reached": self._traces.reached, "logged": self._traces.logged})
-        note_restart(state, restored, newest_step([entry["reached"] for entry in seen]), world)
-        logged = newest_step([entry["logged"] for entry in seen])
-        if logged is not None and logged < state.step:
+        note_restart(state, restored, newest_of([entry["reached"] for entry in seen]), world)
+        logged = newest_of([entry["logged"] for entry in seen])
+        if logged is not None and logged[1] < state.step:
             if world.rank == restored.from_rank:
-                worker.reporter.write_missing_commits(state, logged)
+                worker.reporter.write_missing_commits(state, logged[1])
             barrier()  # as after a loss: who is to write them may die
         if worker.config.reduction == "ordered":
             compare_fingerprints(worker, world)
@@ -310,21 +310,26 @@ def startup_seconds(worker: Worker) -> dict[str, float]:
     }
 
 
-def note_restart(state: TrainState, restored: Restored, reached: int | None, world: World) -> None:
-    """A run that is continued by new processes was interrupted: an incident, with the steps that were lost.
+def note_restart(state: TrainState, restored: Restored, reached: tuple[int, int] | None, world: World) -> None:
+    """A run that is continued by new processes was interrupted: an incident, with the steps that were lost; None where
+    nobody sees what came after the snapshot, as on new machines that have a bucket alone.
 
     Args:
-        reached: committed steps of the newest generation that anybody knows of.
+        reached: the newest generation that anybody knows of, and its committed steps.
         world: that of the new processes.
     """
     if restored.source == "scratch" or state.is_finished:
         return
-    lost = max(0, (reached or 0) - restored.step)
+    lost = None
+    if reached is not None and reached[0] >= (state.generation or 0):
+        lost = max(0, reached[1] - restored.step)
+    elif restored.step == state.stopped_at:
+        lost = 0
     incident = new_incident("restart", {"down": state.clock.newest_down}, world, restored.step, steps_lost=lost)
     is_planned = lost == 0 and restored.step == state.stopped_at
     state.incidents.append(incident | ({"planned": True} if is_planned else {}))
 
 
-def newest_step(seen: Sequence[Sequence[int] | None]) -> int | None:
-    """Of what each member has seen, as (generation, step): the largest step of the newest generation."""
-    return max(((one[0], one[1]) for one in seen if one is not None), default=(None, None))[1]
+def newest_of(seen: Sequence[Sequence[int] | None]) -> tuple[int, int] | None:
+    """Of what each member has seen, as (generation, step): the newest generation, and its largest step."""
+    return max(((one[0], one[1]) for one in seen if one is not None), default=None)

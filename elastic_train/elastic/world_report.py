@@ -219,7 +219,7 @@ def new_incident(
     step: int,
     who: Mapping[str, Sequence[str]] = MappingProxyType({}),
     *,
-    steps_lost: int = 0,
+    steps_lost: int | None = 0,
 ) -> dict[str, Any]:
     """An entry of `incidents` in result.json.
 
@@ -288,7 +288,9 @@ def describe_start(worker: Worker, world: World, backend: str, restored: Restore
     )
     has_more = restored.source == "snapshot" and not state.is_finished
     lost = state.incidents[-1].get("committed_steps_lost") if has_more and state.incidents else 0
-    if lost:
+    if lost is None:
+        where += " (committed steps that came after it, if any, are done again)"
+    elif lost:
         where += f" ({lost} committed steps that came after it are done again)"
     workers = count(world.world_size, "worker")
     if world.num_spares:

@@ -199,10 +199,26 @@ def test_a_stop_of_all_makes_the_next_start_a_planned_one() -> None:
     before.stopped_at = 3
     after = make_state()
     after.load_state_dict(before.state_dict())
-    note_restart(after, Restored("snapshot", 3, 0), 3, PAIR)
+    note_restart(after, Restored("snapshot", 3, 0), (1, 3), PAIR)
     after.commit(1.0)
-    note_restart(after, Restored("snapshot", 4, 0), 4, PAIR)
+    note_restart(after, Restored("snapshot", 4, 0), (1, 4), PAIR)
     assert [incident.get("planned") for incident in after.incidents] == [True, None]
+
+
+@pytest.mark.parametrize(
+    ("reached", "stopped_at", "lost"),
+    [((2, 5), None, 2), ((3, 3), None, 0), ((1, 3), None, None), (None, None, None), (None, 3, 0), ((1, 3), 3, 0)],
+)
+def test_steps_that_a_restart_loses_and_nobody_sees_are_not_called_none(
+    reached: tuple[int, int] | None, stopped_at: int | None, lost: int | None
+) -> None:
+    """Of machines with empty disks, or with those of a generation before that of the snapshot."""
+    state = make_state()
+    for _ in range(3):
+        state.commit(1.0)
+    state.generation, state.stopped_at = 2, stopped_at
+    note_restart(state, Restored("snapshot", 3, 0), reached, PAIR)
+    assert state.incidents[0]["committed_steps_lost"] == lost
 
 
 def test_a_start_after_a_stop_that_was_killed_before_its_first_snapshot_was_not_planned_to_end() -> None:
@@ -210,7 +226,7 @@ def test_a_start_after_a_stop_that_was_killed_before_its_first_snapshot_was_not_
     for _ in range(3):
         state.commit(1.0)
     state.stopped_at = 3
-    note_restart(state, Restored("snapshot", 3, 0), 5, PAIR)
+    note_restart(state, Restored("snapshot", 3, 0), (1, 5), PAIR)
     [incident] = state.incidents
     assert (incident["committed_steps_lost"], incident.get("planned")) == (2, None)
     assert {name: incident[name] for name in ("generation", "step", "world_size", "joined_members")} == {

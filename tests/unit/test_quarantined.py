@@ -283,7 +283,7 @@ def test_the_first_world_that_stands_tells_of_a_restart_for_one_that_broke(repor
     report = report_of(reporter, state, "on")
     broken = World(0, 2, (FIRST, other))
     report.begins(broken, Change(), Interruption("start"))
-    note_restart(state, Restored("snapshot", 0, 0), 5, broken)
+    note_restart(state, Restored("snapshot", 0, 0), (1, 5), broken)
     enter(report, World(0, 3, (FIRST,)), Change(lost=(other,)), "peer_lost")
     enter(report, World(0, 4, (FIRST, other)), Change(joined=(other,)), "join")
     told = [line["incidents"] for line in lines(reporter) if line["event"] == "world"]

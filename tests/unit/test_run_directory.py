@@ -24,7 +24,7 @@ import pytest
 
 import elastic_train
 from elastic_train.config import Config
-from elastic_train.elastic.earlier_run import newest_step
+from elastic_train.elastic.earlier_run import newest_of
 from elastic_train.elastic.worker import make_directory
 from elastic_train.errors import OwnershipLost, RunDirectoryError, RunDirectoryGone, RunDirectoryInUse
 from elastic_train.storage import atomic_files, ownership
@@ -636,8 +636,8 @@ def test_event_files_that_can_say_nothing_new_are_not_read(
 
 def test_steps_that_a_restart_lost_are_lost_once() -> None:
     """The join after it begins where the restart had come to, and not where the run had been before."""
-    assert newest_step([[11, 1285], [12, 1127], None]) == 1127
-    assert newest_step([None]) is None
+    assert newest_of([[11, 1285], [12, 1127], None]) == (12, 1127)
+    assert newest_of([None]) is None
 
 
 @pytest.mark.parametrize("padding", range(0, 64 * 1024, 7919))
