@@ -114,7 +114,7 @@ class Simulation:
         hosts = [f"h{index}" for index in range(len(self.plan.hosts))][: self.plan.founders]
         founders = [worker for worker in self.workers if worker.process.host in hosts]
         members = tuple(worker.member for worker in founders)
-        is_named = self.plan.has_place or self.plan.work != Work()
+        is_named = self.plan.has_place or self.plan.work != Work() or self.plan.min_nodes is not None
         facts = {"job_token": "job"} if is_named else {}
         self.form.begin(founders, Decision(0, self.machines.draw_uid(), (), members, facts=facts))
 
