@@ -112,7 +112,8 @@ class Arrival:
         if now > self._begin_by:
             raise FormationFailed(self._too_late)
         if reports.are_due(now):
-            self._around.require_unfinished()
+            if self._job.entrance.host_store is None:
+                self._around.require_unfinished()
             self._log(waiting_for)
         self._around.sleep(QUEUE_POLL_SECONDS)
 

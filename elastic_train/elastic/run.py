@@ -45,6 +45,7 @@ from elastic_train.errors import (
 )
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.rules import common_backend, seconds_before_return
+from elastic_train.runlog.goodput import seconds_since_process_start
 from elastic_train.stopping import StopSignal
 from elastic_train.training.batches import steps
 from elastic_train.training.data_identity import identify_code
@@ -160,11 +161,13 @@ def _as_member(
 
 
 def require_unfinished(worker: Worker) -> None:
-    """For a node that finds nobody of its job. Raises: JobFinished where the run directory, which others share, has the
-    result of the step at which this worker would end."""
-    path = worker.directory.result_path
-    if not worker.config.fresh and existing_result(path, worker.state.last_step) is not None:
-        raise JobFinished(f"nobody trains any more, and the run is finished: {path}")
+    """For a node that finds nobody of its job. Raises: JobFinished where the run directory has a result of the step at
+    which it would end itself, and others have written that since this process began. An older one says nothing: they
+    may be about to begin again."""
+    path, began_at = worker.directory.result_path, time.time() - seconds_since_process_start()
+    with suppress(OSError):
+        if path.stat().st_mtime > began_at and existing_result(path, worker.state.last_step) is not None:
+            raise JobFinished(f"the run was finished while this node started: {path}")
 
 
 def find_world(earlier: EarlierRun, worker: Worker, warning: str | None) -> World:

@@ -140,15 +140,21 @@ def source_address(ip: str, port: int) -> str:
 
 
 def own_and_others(host: str) -> tuple[list[str], list[str]]:
-    """The addresses of this machine that a name or an address leads to, and those that are not this machine's; none
-    where it leads nowhere. Blocks as `look_up`."""
+    """The addresses of this machine that a name or an address leads to, and then those that are another machine's; none
+    where none is this machine's. Blocks as `look_up`.
+
+    A name may lead to addresses of this machine that nothing can be bound to (link-local ones, without their
+    interface; those of IPv6 where it is turned off): one is another machine's by the kind of addresses that are own."""
     try:
         found = look_up(host)
     except (OSError, ValueError):  # ValueError: of a name that is none
         return [], []
     own = [ip for ip in found if _is_own(ip)]
-    # Where IPv6 is turned off, `localhost` may lead to ::1 all the same.
-    return own, [ip for ip in found if ip not in own and not ipaddress.ip_address(ip).is_loopback]
+    kinds = {ipaddress.ip_address(ip).version for ip in own}
+    others = {ip: ipaddress.ip_address(ip) for ip in found if ip not in own}
+    return own, [
+        ip for ip, one in others.items() if one.version in kinds and not (one.is_loopback or one.is_link_local)
+    ]
 
 
 class OwnEndpoints:

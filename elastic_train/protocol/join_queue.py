@@ -113,6 +113,8 @@ UNCALLED_SECONDS = 2.0
 """that the host of a beginning waits for a running job to call; its rank 0 looks at the endpoints twice a second"""
 QUEUE_AGAIN_SECONDS = 3.0
 """after which a newcomer queues again: it may have been dropped for a probe that was lost"""
+MOST_FOLLOWED = 2 * MOST_KNOWN
+"""stores that a newcomer asks in one look for a queue; each that is silent takes half a second"""
 CHECK_SECONDS = 0.3
 """between two looks of a newcomer at the host of its queue"""
 
@@ -156,7 +158,7 @@ class Entrance:
         self._clients, self._own, self._address = clients, clients.own, address
         self._finder, self._size, self._run_id = finder, size, run_id
         self._refused, self._begin, self._clock, self._probe_all = refused, begin, clock, probe_all
-        self._known = KnownJob(tuple(knows), clock()) if knows else None
+        self._known = KnownJob(tuple(knows[:MOST_KNOWN]), clock()) if knows else None
         self._judged_at, self.holds_back = -math.inf, False
         """when it was last asked whether the job that this worker knows may run, for which it holds back; the answer"""
         self._host: _Host | None = None
@@ -193,20 +195,17 @@ class Entrance:
         """Whether a sign leads to a host that is not this process; from now on it is the one. One whose members have
         yet to agree on a world is only where there is no other: they may never, while another side trains."""
         resting: list[_Host] = []
-        for address in self._finder.addresses():
+        for address in self._finder.addresses()[:MOST_FOLLOWED]:
             if address == self._address:
                 continue
             try:
                 found = self._follow(address)
-                if found is None or found.address == self._address:
-                    continue
-                if not found.rests:
-                    return self._go_to(found)
-                resting.append(found)
+                if found is not None and found.address != self._address:
+                    if not found.rests:
+                        return self._go_to(found)
+                    resting.append(found)
             except StoreUnreachable:
                 self._clients.lose(address)
-            if len(resting) == MOST_KNOWN:
-                break
         with suppress(StoreUnreachable):
             return bool(resting) and self._go_to(resting[0])
         return False
@@ -368,14 +367,16 @@ class Entrance:
     def _may_another_run(self) -> bool:
         """Whether a job may run that this worker was in, has waited for, or is called by at this moment."""
         now = self._clock()
-        called_by = self._finder.called_by()[:MOST_KNOWN]
+        try:
+            called_by = self._finder.called_by()[:MOST_KNOWN]
+        except StoreUnreachable:
+            return True  # a call may be there
         if called_by and (self._known is None or self._known.stores != tuple(called_by)):
             self._note_job(called_by)
         known = self._known
-        if known is None or now > known.heard_at + self._size.silence:
-            self.holds_back = False
-        elif now >= self._judged_at + CHECK_SECONDS:
-            self.holds_back = not known.is_gone(self._clients, self._run_id, self._probe_all)
+        if known is not None and now >= self._judged_at + CHECK_SECONDS:
+            gone = known.is_gone(self._clients, self._run_id, self._probe_all, now, self._size.silence)
+            self.holds_back = not gone
             self._judged_at = self._clock()
         return self.holds_back
 

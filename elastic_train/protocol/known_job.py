@@ -15,7 +15,7 @@ MOST_KNOWN = 16
 Probes = Callable[[Sequence[Address]], Sequence[Probe]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class KnownJob:
     """What is known of it."""
 
@@ -24,20 +24,20 @@ class KnownJob:
     heard_at: float
     """when any of them was last heard of, by the monotonic clock"""
 
-    def is_gone(self, clients: Clients, run_id: str, probe_all: Probes) -> bool:
+    def is_gone(self, clients: Clients, run_id: str, probe_all: Probes, now: float, silence: float) -> bool:
         """Whether nobody is in it any more: nobody listens at any of its stores, or who does is in no world. Who says
-        nothing may train on. Blocks for short timeouts."""
+        nothing may train on, until that is so for `silence` seconds. Blocks for short timeouts."""
         found = probe_all(self.stores)
-        if Probe.SILENT in found:
-            return False
+        is_silent = Probe.SILENT in found
         for store, answer in zip(self.stores, found, strict=True):
             try:
                 if answer is Probe.ACCEPTED and _is_in_world(clients, store, run_id):
+                    self.heard_at = now
                     return False
             except StoreUnreachable:
                 clients.lose(store)
-                return False
-        return True
+                is_silent = True
+        return not is_silent or now > self.heard_at + silence
 
 
 def _is_in_world(clients: Clients, store: Address, run_id: str) -> bool:

@@ -277,7 +277,7 @@ class Signposts:
 
     def called_by(self) -> Sequence[Address]:
         with self._lock:  # no other endpoint is asked: one that is mute would take seconds
-            sign = self._clients[0].get(self._key) if 0 in self._servers else None
+            sign = self._client(0).get(self._key) if 0 in self._servers else None
         return stores_in(sign)
 
     def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
@@ -309,12 +309,12 @@ class Signposts:
             if self._is_closed.wait(KEEP_SECONDS):
                 return
             for number in range(len(self._endpoints)):
-                if number in self._silent and turn % RARELY:  # a host that comes back to the first one must be called
-                    continue
                 with going_on(told, f"endpoint {self.describe()}"), self._lock:
                     if number > 0 or self._has_world:
                         with contextlib.suppress(StoreUnreachable):
                             self._serve(number)
+                    if number in self._silent and turn % RARELY:  # a host that is back at the first one must be called
+                        continue
                     if (sign := self._sign) is not None:  # the watcher's thread may take it back meanwhile
                         self._write(number, sign)
 

@@ -157,12 +157,14 @@ def _hear_each_other(simulation: Simulation, one: Worker, other: Worker) -> bool
 
 
 def check_queue(simulation: Simulation) -> None:
-    """A while after the last fault: nobody is idle in a queue who hears all members of a side that trains."""
+    """A while after the last fault: nobody is idle in a queue who hears all members of a side that trains. Who finds no
+    queue, since the only endpoint is frozen, say, waits."""
     now, plan = simulation.kernel.now, simulation.plan
     if now - simulation.last_fault_at < JOIN_SECONDS or not plan.is_formed or simulation.directory.has_stalled:
         return
     trainers = [one for one in simulation.living if one.committed_at > now - plan.work.commit_seconds]
-    for newcomer in (one for one in simulation.living if one.activity == "queues" and one.process.is_running):
+    newcomers = [one for one in simulation.living if one.activity == "queues" and one.process.is_running]
+    for newcomer in (one for one in newcomers if one.job.entrance.host_store is not None):
         sides: dict[str, list[Worker]] = {}
         for one in trainers:
             if one.world is not None:

@@ -98,6 +98,7 @@ def a_listener_has_no_uid(patch: Patch) -> None:
 
 def it_begins_beside_a_running_job(patch: Patch) -> None:
     patch.setattr(Entrance, "_follow", lambda _self, _address: None)
+    it_begins_beside_a_job_that_it_knows(patch)  # it is called, besides
 
 
 def it_begins_beside_a_job_that_it_knows(patch: Patch) -> None:

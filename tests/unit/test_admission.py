@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,7 +23,7 @@ from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.next_world import REPORT_SECONDS
 from elastic_train.elastic.run import require_unfinished
 from elastic_train.elastic.whole_steps import is_tried_first, why_closed_in
-from elastic_train.errors import JobFinished
+from elastic_train.errors import JobFinished, Stopped
 from elastic_train.protocol import join_queue
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.known_worlds import Admitted
@@ -284,7 +286,7 @@ def test_who_finds_nobody_is_through_where_the_run_is_finished() -> None:
             raise JobFinished("the run is finished")
 
     job: Any = SimpleNamespace(
-        entrance=SimpleNamespace(find=lambda: False), finder=SimpleNamespace(describe=lambda: "")
+        entrance=SimpleNamespace(find=lambda: False, host_store=None), finder=SimpleNamespace(describe=lambda: "")
     )
     around: Any = SimpleNamespace(monotonic=clock, sleep=clock.sleep, require_unfinished=look)
     watcher: Any = None
@@ -295,17 +297,35 @@ def test_who_finds_nobody_is_through_where_the_run_is_finished() -> None:
     assert asked[0] >= REPORT_SECONDS
 
 
+def test_who_stands_in_a_queue_does_not_ask_whether_the_run_is_finished() -> None:
+    """A job begins, or runs: what an earlier one has left says nothing of it."""
+    clock, places = Clock(), iter(["waiting"] * 1000)
+    stopped = Stopped(15)
+
+    def check() -> None:
+        if clock.now > 200.0:
+            raise stopped
+
+    entrance = SimpleNamespace(is_first=True, host_store="a store")
+    job: Any = SimpleNamespace(entrance=entrance, look_from_queue=lambda _mine: next(places), told=lambda _key: None)
+    around: Any = SimpleNamespace(monotonic=clock, sleep=lambda _: clock.sleep(1.0), require_unfinished=pytest.fail)
+    watcher: Any = SimpleNamespace(do=lambda _activity: None)
+    mine: Any = None
+    with pytest.raises(Stopped):
+        Arrival(job, watcher, around, check=check, log=lambda _line: None).wait_in_queue(mine, lambda: None)
+
+
 @pytest.mark.parametrize(
-    ("step", "flags", "is_finished"), [(4, {}, True), (3, {}, False), (4, {"fresh": True}, False), (None, {}, False)]
+    ("step", "age", "is_finished"), [(4, -1.0, True), (3, -1.0, False), (4, 1e6, False), (None, 0.0, False)]
 )
-def test_a_run_is_finished_where_its_directory_has_the_result_of_this_end(
-    tmp_path: Path, step: int | None, flags: dict[str, Any], is_finished: bool
+def test_a_run_is_finished_where_its_directory_has_got_the_result_of_this_end_meanwhile(
+    tmp_path: Path, step: int | None, age: float, is_finished: bool
 ) -> None:
+    """One that is older may be of an end whose state could not be saved, or of this node's own disk alone."""
     path = tmp_path / "result.json"
     if step is not None:
         path.write_text(json.dumps({"step": step}))
-    worker: Any = SimpleNamespace(
-        directory=SimpleNamespace(result_path=path), config=Config(**flags), state=SimpleNamespace(last_step=4)
-    )
+        os.utime(path, (time.time() - age,) * 2)
+    worker: Any = SimpleNamespace(directory=SimpleNamespace(result_path=path), state=SimpleNamespace(last_step=4))
     with pytest.raises(JobFinished) if is_finished else nullcontext():
         require_unfinished(worker)

@@ -218,6 +218,33 @@ def test_silence_counts_after_the_time_that_was_given_for_it() -> None:
     assert node.begun
 
 
+def test_a_member_that_answers_trains_on_for_however_long_others_are_silent() -> None:
+    """This node cannot reach rank 0, whose queue that member names, and so does not get in."""
+    node = Knowing(A, B, silence=60.0)
+    node.probes = {A: Probe.SILENT, B: Probe.ACCEPTED}
+    node.stores[B].put("host", '["x", 1]')
+    assert node.looks(200.0) == MAY_RUN
+    node.probes[B] = Probe.SILENT
+    assert node.looks(50.0) == MAY_RUN, "that long after it was heard last"
+    assert not node.begun
+    node.looks(70.0)
+    assert node.begun
+
+
+def test_a_call_that_cannot_be_read_may_be_there() -> None:
+    node = Knowing()
+
+    def unread() -> list[Address]:
+        raise StoreUnreachable("busy")
+
+    node.entrance._finder.called_by = unread  # type: ignore[method-assign]
+    node.looks(10.0)
+    assert not node.begun
+    node.entrance._finder.called_by = list  # type: ignore[method-assign]
+    node.looks(2 * CHECK_SECONDS)
+    assert node.begun
+
+
 @pytest.mark.parametrize(
     ("host", "run_id", "may_run"), [('["x", 1]', "run", True), ("", "run", False), ('["x", 1]', "other", False)]
 )

@@ -897,7 +897,7 @@ def test_where_any_address_can_be_bound_the_kernel_says_which_are_this_machines(
     for ip in ("127.0.0.1", "127.0.0.2", "0.0.0.0"):
         assert own_and_others(ip) == ([ip], [])
     for ip in (addresses.NOBODY, "198.51.100.1", "2001:db8::2"):
-        assert own_and_others(ip) == ([], [ip])
+        assert own_and_others(ip) == ([], [])
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -1039,6 +1039,15 @@ def test_who_is_told_to_begin_does_so_by_a_name_of_several_machines(clock: Clock
     posts = Signposts([("job.test", port)], "run", is_host=True, timeout=PATIENCE, clock=clock)
     assert posts.is_beginner()
     posts.close()
+
+
+def test_addresses_that_cannot_be_bound_are_no_other_machines_for_that(names: NameServer) -> None:
+    """A name server of the machine's own gives all of its addresses, link-local ones without their interface; a name
+    may have one of IPv6 where that is turned off."""
+    names.ips = ["127.0.0.1", "fe80::1", "169.254.7.7", "2001:db8::2"]
+    assert own_and_others("job.test") == (["127.0.0.1"], [])
+    names.ips = ["127.0.0.1", "192.0.2.1"]
+    assert own_and_others("job.test") == (["127.0.0.1"], ["192.0.2.1"])
 
 
 def test_localhost_is_this_machine_where_ipv6_is_turned_off(names: NameServer, monkeypatch: pytest.MonkeyPatch) -> None:
