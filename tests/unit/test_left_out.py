@@ -64,7 +64,7 @@ def test_nothing_of_the_member_that_it_was_is_kept_when_it_comes_back(
     def make_parts(_worker: Any, membership: Part, *_others: Any) -> Part:
         return Part(
             files=Part(wait_for_claim=nothing), trainer=Part(membership=membership, close=nothing),
-            resume=Part(has_state=True), saver=Part(wait=nothing),
+            resume=Part(has_state=True), saver=Part(wait=nothing, save_time=Part(seconds=0.0)),
             exits=Part(membership=membership, give_way=lambda *_arguments, **_options: "back"),
         )  # fmt: skip
 

@@ -367,7 +367,7 @@ def test_what_a_start_begins_with_is_kept_where_it_turns_out_to_be_the_best(tmp_
 
 def test_where_all_stop_each_node_sends_its_share_to_the_bucket(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares, "LEAST_BYTES", 0)
-    monkeypatch.setattr(shares, "LEAST_PATIENCE_SECONDS", 60.0)  # none is given up because it is slow
+    monkeypatch.setattr(shares, "LEAST_SILENCE_SECONDS", 60.0)  # none is given up because it is slow
     training = start(snapshot_dir="memory://all-stop")
     training.steps(3)
     saver, state, bucket = training.saver, training.state, training.worker.bucket

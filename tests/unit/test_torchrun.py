@@ -682,8 +682,8 @@ def test_launch_under_c10d() -> None:
     launch = Launch.from_environment(environ, None)
     assert (launch.c10d, launch.etcd, launch.node_id, launch.min_nodes) == (settings, None, "abc", 2)
     assert max_nodes_of(launch, environ) == 4
-    elsewhere = Launch.from_environment(environ, "[::1]:5,i").c10d
-    assert elsewhere == C10dSettings(("[::1]:5", "i:29400"), 2, 4, 0.5, True, 7.0)
+    elsewhere = Launch.from_environment(environ, "[2001:db8::2]:5,i").c10d
+    assert elsewhere == C10dSettings(("[2001:db8::2]:5", "i:29400"), 2, 4, 0.5, True, 7.0)
     with pytest.raises(UsageError, match=r"^--store-endpoint: 'h:x' is not HOST:PORT"):
         Launch.from_environment(environ, "h:x")
 
