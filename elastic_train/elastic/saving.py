@@ -46,8 +46,7 @@ class Saver:
         self._reporter: Reporter = worker.reporter
         self._files, self._written, self._now = files, written, now
         self._interval = interval_of(worker.config.snapshot_every)
-        self._is_measured = worker.config.notices != "off"
-        self._schedule = SnapshotSchedule(self._interval, is_measured=self._is_measured, now=now)
+        self._schedule = SnapshotSchedule(self._interval, now=now)
         self.save_time = SaveTime(is_shared=worker.bucket is not None)
         self._has_noted_due, self._entered_at, self._has_begun = False, 0.0, False
         self._world: World | None = None
@@ -88,7 +87,7 @@ class Saver:
             return False
         self._files.raise_if_replaced()
         is_new_best = self.owes_best(state)
-        if self._interval.steps == 0 and not (is_new_best or self._is_measured):
+        if self._interval.steps == 0 and not is_new_best:
             return False
         is_writing = self._snapshots is not None and self._snapshots.is_busy()
         self._schedule.note_step(state.step, is_writing=is_writing)

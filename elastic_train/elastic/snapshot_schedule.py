@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 from elastic_train.snapshot_interval import (
-    FIRST_SECONDS,
     SnapshotInterval,
     best_interval,
     mean_failure_seconds,
@@ -69,16 +68,10 @@ class SnapshotSchedule:
 
     A snapshot costs two things: the time that it holds the training thread up, and the time by which steps are slower
     while it is written. The latter is a difference of medians, so that an evaluation between two steps does not count.
-
-    Args:
-        is_measured: the first one is due as of `auto`, if not sooner: how long it takes is to be known.
     """
 
-    def __init__(
-        self, interval: SnapshotInterval, *, is_measured: bool = False, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, interval: SnapshotInterval, *, now: Callable[[], float] = time.monotonic) -> None:
         self._interval = interval
-        self._owes_first = is_measured
         self._now = now
         self.is_overdue = False
         """whether one is due after the newest step, or was before"""
@@ -132,7 +125,6 @@ class SnapshotSchedule:
             is_writing: a snapshot is being written.
         """
         now = self._now()
-        started_at = now if self._started_at is None else self._started_at
         if self._step_at is not None:
             is_busy = is_writing or self._was_writing
             (self._busy if is_busy else self._idle).append(now - self._step_at)
@@ -143,9 +135,8 @@ class SnapshotSchedule:
             every = self._interval.steps
             is_due = every > 0 and step // every > before // every
         else:
-            is_due = now - started_at >= self.seconds
-        owes_first = self._owes_first and now - started_at >= FIRST_SECONDS
-        self.is_overdue = self.is_overdue or is_due or owes_first
+            is_due = self._started_at is not None and now - self._started_at >= self.seconds
+        self.is_overdue = self.is_overdue or is_due
 
     def put_off(self) -> None:
         """The one that was due is not written: it stays due."""
@@ -153,7 +144,7 @@ class SnapshotSchedule:
 
     def note_start(self, started_at: float) -> None:
         """A snapshot is on its way since then; its copying was no part of a step."""
-        self.is_overdue = self._owes_first = False
+        self.is_overdue = False
         self._started_at = started_at
         self._step_at, self._was_writing = self._now(), True
         self._forget_busy()

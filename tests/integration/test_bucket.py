@@ -3,10 +3,8 @@ server is moto, a fake, or a real one (tests/object_stores.py)."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from elastic_train.errors import ObjectStoreError
-from elastic_train.preemption import LEAD_SECONDS
 from elastic_train.storage.bucket import Bucket
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.snapshot import find_snapshots
@@ -183,7 +180,7 @@ def test_it_says_who_goes_on_of_two_nodes_that_share_nothing_else(
 
 @pytest.mark.slow
 def test_a_store_that_is_too_slow_for_a_notice_is_told_of(cluster: Cluster, endpoint: str, url: str) -> None:
-    """By the check, and by a run half a minute after its start, whatever --snapshot-every says. Training goes on."""
+    """By the check, and by a run once it has written a snapshot. Training goes on."""
 
     def slow(request: Request) -> bool:
         if request.is_part:
@@ -200,46 +197,18 @@ def test_a_store_that_is_too_slow_for_a_notice_is_told_of(cluster: Cluster, endp
         cluster.finish([check], code=1)
         [found] = [line for line in check.text().splitlines() if says in line]
         assert found.startswith("BREAKS   a snapshot takes ")
-        node = cluster.start_alone(*flags, "--snapshot-every", "0", "--epochs", "100000", env=env)
+        node = cluster.start_alone(*flags, "--snapshot-every", "20", "--epochs", "100000", env=env)
 
         def told() -> list[str]:
             return [line["message"] for line in events(cluster.run_dir, "warning") if says in line["message"]]
 
-        wait_until(lambda: bool(told()), "the warning", 90.0)
-        wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
-        [first] = events(cluster.run_dir, "snapshot")
-        assert first["time"] - events(cluster.run_dir, "step")[0]["time"] < 30.0 + 10.0
+        wait_until(lambda: bool(told()), "the warning", 60.0)
+        num_written = len(events(cluster.run_dir, "snapshot"))
+        wait_until(lambda: len(events(cluster.run_dir, "snapshot")) > num_written, "another snapshot", 60.0)
         node.signal(signal.SIGTERM)
         cluster.finish([node], code=128 + signal.SIGTERM)
         assert len(told()) == 1
         assert "less than that" in told()[0]
-        assert len(events(cluster.run_dir, "snapshot")) == 2, "and at the stop"
-
-
-@pytest.mark.slow
-def test_where_saving_takes_long_a_node_leaves_earlier(cluster: Cluster, endpoint: str, url: str) -> None:
-    """Both of its workers, though rank 0 alone has seen how long it takes."""
-    gone, began = cluster.path / "gone", list[float]()
-
-    def slow(request: Request) -> bool:
-        if request.is_part:  # it is tried again after 30 s
-            began.append(time.monotonic())
-            request.server.is_over.wait(max(0.0, began[0] + 75.0 - began[-1]))
-        return False
-
-    with proxy_to(endpoint) as proxy:
-        proxy.fault = slow
-        flags = ("--snapshot-dir", url, "--model", "mlp", "--snapshot-every", "0", "--epochs", "100000")
-        [node] = cluster.start(*flags, "--notices", f"file:{gone}", nproc=2, env=environment(proxy.endpoint))
-        wait_until(lambda: bool(events(cluster.run_dir, "snapshot")), "a snapshot", 180.0)
-        proxy.fault = None
-        wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 2)
-        gone.write_text(json.dumps({"deadline": time.time() + 150.0}))
-        cluster.finish([node], code=1)
-    left = [event for event in events(cluster.run_dir, "notice") if event["state"] == "left"]
-    assert len({event["pid"] for event in left}) == 2
-    assert all(event["seconds_left"] > LEAD_SECONDS for event in left)
-    assert {event["step"] for event in left} == {last_step(cluster.run_dir)}
 
 
 @pytest.mark.slow

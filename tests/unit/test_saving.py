@@ -196,21 +196,6 @@ def test_by_steps_and_by_time(start: Start, every: int | str, begun: list[float]
     assert training.events("snapshot_interval") == []
 
 
-@pytest.mark.parametrize(
-    ("every", "begun"), [(0, [30.0]), (20, [20.0, 40.0, 60.0]), (50, [30.0, 50.0]), ("45s", [30.0]), ("12s", [12.0])]
-)
-def test_with_notices_the_first_comes_as_early_as_that_of_auto(
-    start: Start, tmp_path: Path, every: int | str, begun: list[float]
-) -> None:
-    """How long the state takes to be saved decides whether a notice leaves enough time, and when a node leaves."""
-    training = start(snapshot_every=every, notices=f"file:{tmp_path / 'gone'}")
-    found = training.steps(60)
-    assert found[: len(begun)] == begun
-    assert training.saver.newest is not None
-    assert training.saver.save_time.measured == training.saver.newest.total_seconds
-    assert training.events("snapshot_interval") == []
-
-
 def test_auto_says_what_interval_it_takes(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     training = start(snapshot_every="auto")
     assert training.steps(int(FIRST_SECONDS) + 1) == [FIRST_SECONDS]
