@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from tests.simulation.worker import AHEAD_SECONDS
+
 if TYPE_CHECKING:
     from tests.simulation.simulator import Simulation, Told
     from tests.simulation.worker import Worker
@@ -170,8 +172,9 @@ def check_queue(simulation: Simulation) -> None:
             if one.world is not None:
                 sides.setdefault(one.world.uid, []).append(one)
         for side in sides.values():
-            is_heard = all(_hear_each_other(simulation, newcomer, one) for one in side)
-            if is_heard and now - newcomer.began_at > JOIN_SECONDS and _can_join(simulation, newcomer, side):
+            cut_off = [one for one in newcomers if not all(_hear_each_other(simulation, one, other) for other in side)]
+            limit = JOIN_SECONDS + AHEAD_SECONDS * bool(cut_off)  # the side may be forming a group with such a one
+            if newcomer not in cut_off and now - newcomer.began_at > limit and _can_join(simulation, newcomer, side):
                 simulation.fail(f"idle in the queue beside those who train: {newcomer}, {_states(side)}")
 
 
