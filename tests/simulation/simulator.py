@@ -224,7 +224,9 @@ class Simulation:
             checks.check_queue(self)
             faults.cause("recover")
             found: str | None = ""
-            seconds = HEAL_SECONDS * (2 if self.plan.goes_on else 1)  # they meet first
+            # Sides meet first; a group with one that was cut off may be given up first.
+            is_longer = self.plan.goes_on or any(name == "cut_off_after" for _, name, *_ in self.plan.faults)
+            seconds = HEAL_SECONDS * (2 if is_longer else 1)
             while found is not None and self.kernel.now < recovers_at + seconds:
                 self.kernel.run(self.kernel.now + 0.5)
                 found = checks.what_is_not_well(self)
