@@ -65,6 +65,24 @@ def etcd_running(path: Path, size: int = 1, tls: Tls | None = None, flags: Seque
         cluster.end()
 
 
+def fence_in_trainer(cluster: EtcdCluster, path: Path) -> Path:
+    """The cluster wants a user from now on: `trainer` may read and write below /team. Returns its password's file."""
+    password = path / "password"
+    password.write_text("hunter2\n")
+    password.chmod(0o600)
+    for command in (
+        ("user", "add", "root:rootpw"),
+        ("user", "grant-role", "root", "root"),
+        ("role", "add", "team"),
+        ("role", "grant-permission", "team", "--prefix=true", "readwrite", "/team/"),
+        ("user", "add", "trainer:hunter2"),
+        ("user", "grant-role", "trainer", "team"),
+        ("auth", "enable"),
+    ):
+        cluster.ctl(*command)
+    return password
+
+
 def replace_data(cluster: EtcdCluster, member: EtcdMember) -> None:
     """A member whose disk is lost, as etcd's handbook has it replaced: removed, and added again without data.
 

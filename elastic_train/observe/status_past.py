@@ -39,7 +39,7 @@ def describe_incident(one: Line, now: float) -> str:
     if size is not None and step is not None:
         where = f"generation {one.get('generation')}: {workers_go_on(size, step)}"
     steps = f"{count(lost_steps, 'committed step')} lost" if lost_steps else ""
-    if "committed_steps_lost" in one and one["committed_steps_lost"] is None:
+    if one.get("committed_steps_lost", 0) is None:
         steps = "committed steps may be lost"
     told = "; ".join(filter(None, [*who, where, steps]))
     return f"{one['cause']}, {duration(now - time_of(one))} ago{': ' if told else ''}{told}"

@@ -22,7 +22,7 @@ from elastic_train.rendezvous.etcd_store import EtcdStore, Mirror
 from elastic_train.tools.drills.nodes import is_listening, wait_until
 from tests.certificates import make_tls
 from tests.contract.test_etcd import PATIENCE, connect
-from tests.etcd_cluster import OwnEtcd, etcd_running
+from tests.etcd_cluster import OwnEtcd, etcd_running, fence_in_trainer
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -32,17 +32,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[OwnEtcd, 
     """One member that wants client certificates, and a user fenced in below /team."""
     path = tmp_path_factory.mktemp("secure")
     with etcd_running(path, 1, make_tls(path)) as cluster:
-        password = path / "password"
-        password.write_text("hunter2\n")
-        password.chmod(0o600)
-        cluster.ctl("user", "add", "root:rootpw")
-        cluster.ctl("user", "grant-role", "root", "root")
-        cluster.ctl("role", "add", "team")
-        cluster.ctl("role", "grant-permission", "team", "--prefix=true", "readwrite", "/team/")
-        cluster.ctl("user", "add", "trainer:hunter2")
-        cluster.ctl("user", "grant-role", "trainer", "team")
-        cluster.ctl("auth", "enable")
-        yield cluster, password
+        yield cluster, fence_in_trainer(cluster, path)
 
 
 def secure_settings(cluster: OwnEtcd, password: Path, **changes: object) -> EtcdSettings:

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_train.tools.drills.etcd_cluster import EtcdCluster
 from tests.certificates import make_tls
-from tests.etcd_cluster import etcd_running, frozen, replace_data
+from tests.etcd_cluster import etcd_running, fence_in_trainer, frozen, replace_data
 from tests.integration.cluster import (
     Cluster,
     Node,
@@ -322,15 +322,7 @@ def test_a_job_behind_tls_and_a_password(cluster: Cluster, tmp_path: Path) -> No
     path.mkdir()
     tls = make_tls(path)
     with etcd_running(path, 3, tls) as etcd, running(path, etcd) as nodes_of:
-        password = path / "password"
-        password.write_text("hunter2\n")
-        etcd.ctl("user", "add", "root:rootpw")
-        etcd.ctl("user", "grant-role", "root", "root")
-        etcd.ctl("role", "add", "team")
-        etcd.ctl("role", "grant-permission", "team", "--prefix=true", "readwrite", "/team/")
-        etcd.ctl("user", "add", "trainer:hunter2")
-        etcd.ctl("user", "grant-role", "trainer", "team")
-        etcd.ctl("auth", "enable")
+        password = fence_in_trainer(etcd, path)
         conf = (
             f"ca={tls.ca},cert={tls.client_cert},key={tls.client_key},user=trainer,password_file={password},"
             "prefix=/team/jobs,last_call=60"
