@@ -242,13 +242,15 @@ class Entrance:
         if host is not None and now >= host.checked_at + CHECK_SECONDS:
             host.checked_at = now
             try:
-                keys = ["host", admitted_key(mine.member.uid), "members", "rests"]
-                text, told, members, rests = host.store.get_many(keys)
+                keys = ["host", admitted_key(mine.member.uid), "members", "rests", "over"]
+                text, told, members, rests, over = host.store.get_many(keys)
                 is_host, host.rests = bool(text) and address_of(text or "") == host.address, bool(rests)
                 if told is not None:
                     self._own.create("admitted", told)
                 if members is not None:
                     self._note_job(stores_in(members))
+                if over is not None:  # the host tells each newcomer once, and may not have reached this one
+                    self._own.put("over", over)
             except StoreUnreachable:
                 is_host = False
             if not is_host:

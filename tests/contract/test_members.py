@@ -182,3 +182,16 @@ def test_a_newcomer_learns_that_the_job_is_over(members: Members) -> None:
     first.barriers.finish(worlds[0])
     with pytest.raises(JobFinished):
         newcomer.result(PATIENCE)
+
+
+def test_a_newcomer_that_could_not_be_told_learns_it_from_its_host(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worlds = begin(members)
+    newcomer = members.first_world(7)
+    first = members.of[worlds[0].me.pid]
+    wait_until(first.job.queue, "the newcomer waits", PATIENCE)
+    monkeypatch.setattr(first.job.entrance, "queue", lambda: [])
+    first.barriers.finish(worlds[0])
+    with pytest.raises(JobFinished):
+        newcomer.result(PATIENCE)
