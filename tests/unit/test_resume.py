@@ -101,7 +101,7 @@ class Hands:
 
 @pytest.mark.parametrize("reduction", ["ordered", "fast"])
 @pytest.mark.parametrize("is_formed_ahead", [False, True])
-@pytest.mark.parametrize("other", [None, "GenuineIntel family 6 model 85"])
+@pytest.mark.parametrize("other", [None, "another kind of cpu"])
 def test_who_joins_an_ordered_run_on_a_machine_of_another_kind_warns(
     other: str | None, is_formed_ahead: bool, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
