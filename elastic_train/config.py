@@ -18,23 +18,23 @@ from elastic_train.wording import flag_without_value, nearest_multiples, no_valu
 
 DOWNLOADABLE = ("mnist", "fashion-mnist", "cifar10")
 IS_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""also where a path has made one slash of two"""
+"""One slash is enough: `Path` reduces the two of a URL to one."""
 PLAIN_TYPES = (str, int, float, bool, type(None), list)
 
 
 def switch() -> bool:
-    """A field that is off until its flag is given; it takes no value and has no `--no...` twin."""
+    """A boolean field, off by default. Its flag takes no value and has no `--no...` form."""
     off: bool = dataclasses.field(default=False, metadata={"custom_args": {"action": "store_true"}})
     return off
 
 
 def at_least(least: float, default: Any) -> Any:
-    """A field with a number that must not be below `least`."""
+    """A field for a number of at least `least`."""
     return dataclasses.field(default=default, metadata={"least": least})
 
 
 def positive(default: float | None) -> Any:
-    """A field with a finite number above 0."""
+    """A field for a finite number above 0."""
     return dataclasses.field(default=default, metadata={"is_positive": True})
 
 
@@ -221,18 +221,16 @@ class NodeFlags:
 class Config(NodeFlags, JobFlags, PlaceFlags, StepFlags, TaskFlags):
     """Train a model with PyTorch DDP; stop, resume and change the number of machines at any step.
 
-    What all flags say, flat. Each of the classes above is a scope: a group in `--help`, checked in itself.
+    The values of all flags in one class. Each base class is a scope: one group in `--help` with its own `check`.
     """
 
     own_flags: Any = None
-    """the values of the task's own flags, a dataclass; None where it has none"""
+    """the values of the task's own flags, a dataclass; None if the task has no flags"""
 
     def check(self) -> None:
-        """Every check on a value or between two values.
+        """Check every value, and every pair of values that depend on each other.
 
-        Raises:
-            UsageError: names the flag, its value and what would work.
-        """
+        Raises: UsageError: names the flag, its value and what would work."""
         for entry in dataclasses.fields(self):
             if {"least", "is_positive"} & entry.metadata.keys():
                 check_number(flag(entry.name), getattr(self, entry.name), least=entry.metadata.get("least"))
@@ -266,18 +264,18 @@ class Config(NodeFlags, JobFlags, PlaceFlags, StepFlags, TaskFlags):
 
 
 BUNDLED = (TaskFlags, PlaceFlags)
-"""scopes of the bundled trainer; a training function of one's own decides these things itself"""
+"""Scopes of the bundled trainer only. A user's own training function decides these things in code."""
 SHARED = (JobFlags, StepFlags, NodeFlags)
-"""scopes of every training"""
+"""Scopes of the bundled trainer and of a user's own training function."""
 
 
 def names_of(*scopes: type) -> frozenset[str]:
-    """The fields of some scopes."""
+    """The names of all fields of these scopes."""
     return frozenset(entry.name for scope in scopes for entry in dataclasses.fields(scope))
 
 
 def check_number(name: str, value: float | None, *, least: float | None = None) -> None:
-    """Raises: UsageError where the value of flag `name` is less, or without `least` not positive, or not finite."""
+    """Raises: UsageError: the value of flag `name` is not finite, below `least`, or without `least` not above 0."""
     if value is None:
         return
     if least is None and not 0 < value < math.inf:
@@ -290,13 +288,15 @@ def check_number(name: str, value: float | None, *, least: float | None = None) 
 def parse(
     arguments: Sequence[str], own_flags: type | None = None, *, scopes: Sequence[type] = (*BUNDLED, *SHARED)
 ) -> Config:
-    """The checked configuration; `own_flags` is a dataclass whose fields are flags too. Those of other scopes are no
-    flags, and their names are free for own ones.
+    """Parse a command line and return the checked configuration.
+
+    Only fields of `scopes` are flags; a task may use the names of other fields for its own. The fields of the dataclass
+    `own_flags` become flags too.
 
     Raises:
         UsageError: an unknown flag or a bad value. `--help` prints and raises SystemExit(0).
     """
-    # Imported here, for these two are needed only where a command line is read.
+    # Imported here, because only a process that reads a command line needs these two.
     from simple_parsing import ArgumentParser
     from simple_parsing.wrappers.field_wrapper import DashVariant
 
@@ -330,36 +330,36 @@ def parse(
 
 
 def _dest(scope: type) -> str:
-    """`step`, as --help names the group."""
+    """The name of the scope's group in `--help`, such as `step`."""
     return scope.__name__.removesuffix("Flags").lower()
 
 
 def _require_values(arguments: Sequence[str], unset: Collection[str] = ()) -> None:
-    """Raises: UsageError for `--task ""`, `--task=`, and for flags that are `unset` though they are given, such as
-    `--task` alone: a variable of the shell was not set, no default is meant."""
+    """Raises: UsageError: a flag has an empty value (`--task ""`, `--task=`), or is in `unset` although it is given
+    (`--task` alone). A shell variable is probably not set; the default is not meant."""
     if (name := flag_without_value(arguments, unset)) is not None:
         raise UsageError(no_value(name))
 
 
 def task_of(arguments: Sequence[str]) -> str | None:
-    """The value of `--task`, which may have flags of its own, so that it has to be known before the others."""
+    """The value of `--task`. It is needed before all other flags, because the task may define flags of its own."""
     return value_of(arguments, "--task")
 
 
 def value_of(arguments: Sequence[str], name: str) -> str | None:
-    """What one flag is given among others that are not known; None where it is not there, or has no value."""
+    """The value of flag `name` on a command line whose other flags are unknown; None if absent or without a value."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument(name, dest="value")
     try:
         value: str | None = finder.parse_known_args(list(arguments))[0].value
-    except argparse.ArgumentError:  # the whole parser words it
+    except argparse.ArgumentError:  # parse() reports it later, with a better message
         return None
     return value
 
 
 def check_task_stands_alone(arguments: Sequence[str]) -> None:
-    """Raises: UsageError where `--task` is given and another flag, too, says what is trained; though it be the default,
-    for a person who types it expects it to count."""
+    """Raises: UsageError: `--task` is given together with `--dataset` or `--model`. The value of the latter does not
+    matter: a person that types a flag, even with its default, expects an effect."""
     task = task_of(arguments)
     if task is None:
         return
@@ -372,14 +372,14 @@ def check_task_stands_alone(arguments: Sequence[str]) -> None:
 
 
 def check_own_flags(own_flags: type, ours: Collection[str]) -> None:
-    """Raises: UsageError where a field is named like one of our flags."""
+    """Raises: UsageError: a field of `own_flags` has the name of one in `ours`, the fields of elastic_train."""
     for entry in dataclasses.fields(own_flags):
         if entry.name in ours:
             raise UsageError(f"{own_flags.__name__}.{entry.name}: {flag(entry.name)} exists already; rename the field")
 
 
 def max_world_size(config: Config) -> int:
-    """How many workers a step has work for: one for each virtual rank, in fast mode one for each sample."""
+    """The most workers that one step can occupy: one per virtual rank in ordered mode, one per sample in fast mode."""
     return config.virtual_ranks if config.reduction == "ordered" else config.global_batch_size
 
 
@@ -388,7 +388,7 @@ def flag(field_name: str) -> str:
 
 
 def as_json(config: Config) -> dict[str, Any]:
-    """The configuration for result.json and snapshots: plain values only, those of own flags beside ours."""
+    """The configuration for result.json and snapshots: plain values, the task's own flags among ours."""
     values = {**vars(config), **own_values(config)}
     del values["own_flags"]
     return {name: value if isinstance(value, PLAIN_TYPES) else str(value) for name, value in values.items()}

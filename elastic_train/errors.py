@@ -1,6 +1,6 @@
 """Every error that elastic_train raises on purpose.
 
-ElasticTrainError            ends a worker with one line; `exit_code` says with which code
+ElasticTrainError            ends a worker with a message of one line and with `exit_code`
 ├── UsageError               a flag or a combination of flags is wrong (exit code 2)
 │   └── ReturnedAlone        the training function has returned on some ranks, and not on all
 ├── UnsupportedSystem        training needs Linux, or macOS for a world of one
@@ -9,26 +9,26 @@ ElasticTrainError            ends a worker with one line; `exit_code` says with 
 ├── BranchesMixed            two branches of one run are there to be continued
 ├── RunsMixed                snapshots of two runs are there to be continued
 ├── SnapshotError            a snapshot cannot be written or read
-│   ├── SnapshotUnread       whoever reads goes on without this one
-│   │   ├── SnapshotDamaged  its bytes are not the ones that its manifest promises
-│   │   └── SnapshotDenied   the store refuses to give one of its objects
-│   └── ObjectStoreError     the store of --snapshot-dir URL does not answer, or refuses
+│   ├── SnapshotUnread       one snapshot is skipped; the reader tries the next
+│   │   ├── SnapshotDamaged  its bytes do not match its manifest
+│   │   └── SnapshotDenied   the object store refuses to return one of its objects
+│   └── ObjectStoreError     the object store of --snapshot-dir URL does not answer, or refuses
 ├── RunDirectoryError        the run directory cannot be used
 │   ├── RunDirectoryInUse    another live job owns it
 │   ├── SnapshotsInUse       another live job owns the snapshots of --snapshot-dir URL
 │   └── OwnershipLost        another job has taken it over from this process
-│       ├── NewerGeneration  the others of this job have gone on in it, without this process
+│       ├── NewerGeneration  the other members of this job use it in a newer world, without this process
 │       └── RunDirectoryGone it was removed or moved
 ├── StoreUnreachable         a member's store, MASTER_ADDR's or etcd does not answer
 ├── StoreRefused             the rendezvous store refuses this user, this key or this write
 ├── FormationFailed          no process group could be formed
-│   └── JobFailed            what another member has met in the code that is trained would meet all
+│   └── JobFailed            another member failed in the code that is trained, and all members would
 ├── StatesDiffer             the members' weights are not equal where they must be; no worker ends by it
 ├── TrainingDiverged         the loss is NaN or infinite
-├── LeftOut                  the others go on without this worker
+├── LeftOut                  the other members train on without this worker
 │   ├── Superseded           another branch has more committed steps
 │   └── Refused              its flags, data or versions are not those of the run
-│       └── SecondJob        two jobs of one run id have met, and the other one goes on
+│       └── SecondJob        two jobs of one run id have met, and the other job goes on
 ├── JobFinished              the job reached its end while this worker waited to be admitted (exit code 0)
 └── Stopped                  a signal ended this worker while it waited for others (exit code 143, 130 or 129)
 
@@ -60,10 +60,10 @@ OWN_NOTE = "elastic_train: "
 
 
 class ElasticTrainError(Exception):
-    """Base of all of them. The message is one line: what is wrong, with the value, and what to do."""
+    """Base class. The message is one line: what is wrong, with the value, and what to do."""
 
     exit_code = 1
-    """of a worker that ends with it"""
+    """The exit code of a worker that ends with this error."""
 
 
 class UsageError(ElasticTrainError):
@@ -73,11 +73,11 @@ class UsageError(ElasticTrainError):
 
 
 class ReturnedAlone(UsageError):
-    """The training function has returned on some ranks and goes on on others; no rank has gone on with the state."""
+    """The training function has returned on some ranks and still runs on others; no rank has used the state since."""
 
 
 class UnsupportedSystem(ElasticTrainError):
-    """What is wanted takes another operating system."""
+    """The request needs another operating system."""
 
 
 class DatasetMissing(ElasticTrainError):
@@ -101,25 +101,25 @@ class SnapshotError(ElasticTrainError):
 
 
 class SnapshotUnread(SnapshotError):
-    """One snapshot that is not read. Whoever looks for one goes on with the others."""
+    """One snapshot cannot be read. A search for a snapshot skips it and goes on with the others."""
 
     word: ClassVar[str]
-    """what it is, at the start of a warning"""
+    """The first word of the warning: the state of the snapshot."""
 
     @property
     def warning(self) -> str:
-        """Of who goes on without it."""
+        """The text for the log of a search that skips this snapshot."""
         return f"{self.word}: {self}"
 
 
 class SnapshotDamaged(SnapshotUnread):
-    """The bytes of a snapshot are not the ones that its manifest promises."""
+    """The bytes of a snapshot do not match its manifest."""
 
     word = "damaged"
 
 
 class SnapshotDenied(SnapshotUnread):
-    """The store refuses to give an object of a snapshot, as an archived one: it may be whole."""
+    """The object store refuses to return an object of a snapshot, such as an archived one. The snapshot may be whole."""
 
     word = "not read"
 
@@ -128,19 +128,19 @@ class StoreFault(StrEnum):
     """What went wrong at an object store."""
 
     TRANSIENT = "transient"
-    """it may pass: a server's error, throttling, a lost connection"""
+    """A retry may help: a server error, throttling, a lost connection."""
     MISSING = "missing"
-    """no such object; or no such bucket, where the store does not say so"""
+    """No such object; or no such bucket, if the store does not distinguish the two."""
     NO_BUCKET = "no_bucket"
     REFUSED = "refused"
-    """the condition of a write does not hold"""
+    """The condition of a conditional write does not hold."""
     DENIED = "denied"
-    """credentials are missing, wrong, or not for this"""
+    """Credentials are missing, wrong, or do not allow this."""
     ARCHIVED = "archived"
-    """the object is in an archive, which no credentials change"""
+    """The object is in an archive; other credentials would not help."""
     FULL = "full"
     OTHER = "other"
-    """nobody knows: of the store, or of its library here"""
+    """An unknown error, of the store or of its client library."""
 
 
 class ObjectStoreError(SnapshotError):
@@ -168,11 +168,11 @@ class OwnershipLost(RunDirectoryError):
 
 
 class NewerGeneration(OwnershipLost):
-    """A newer generation of this job has the run directory: the others have gone on without this process."""
+    """A newer generation of this job owns the run directory: the other members train on without this process."""
 
 
 class RunDirectoryGone(OwnershipLost):
-    """The run directory was removed or moved, and no other job is seen in its place."""
+    """The run directory was removed or moved, and no other job was seen in its place."""
 
 
 class StoreUnreachable(ElasticTrainError):
@@ -180,16 +180,14 @@ class StoreUnreachable(ElasticTrainError):
 
 
 class StoreRefused(ElasticTrainError):
-    """The rendezvous store refuses this user, this key, or this write; trying again would not help.
-
-    Also where the two do not accept each other's certificates.
-    """
+    """The rendezvous store refuses this user, key or write, or one side rejects the other's certificate. Trying again
+    would not help."""
 
     def __init__(self, what: str, do: str = "") -> None:
         super().__init__(f"{what}; {do}" if do else what)
         self.what = what
         self.do = do
-        """what a person can do about it"""
+        """What a person can do about it."""
 
 
 class FormationFailed(ElasticTrainError):
@@ -197,19 +195,19 @@ class FormationFailed(ElasticTrainError):
 
 
 class JobFailed(FormationFailed):
-    """Another member has met what would meet all: an error of the code that is trained, or of its use."""
+    """Another member has failed with an error that every member would meet: in the code that is trained, or its use."""
 
 
 class StatesDiffer(ElasticTrainError):
-    """The members' weights or optimizer states are not equal where they must be: the step in hand does not count."""
+    """The members' weights or optimizer states are not equal where they must be. The current step does not count."""
 
     def __init__(self, wrong: Sequence[int], num_voters: int, *, has_majority: bool) -> None:
         majority = "where most agree" if has_majority else "without a majority"
         super().__init__(f"the weights or optimizer states of {num_voters} workers differ, {majority}")
         self.wrong = tuple(wrong)
-        """ranks whose state is not to be used"""
+        """The ranks whose state must not be used."""
         self.has_majority = has_majority
-        """whether the others' is right; else `wrong` are all ranks"""
+        """Whether the remaining ranks have the right state. If False, `wrong` holds all ranks."""
 
 
 class TrainingDiverged(ElasticTrainError):
@@ -217,11 +215,11 @@ class TrainingDiverged(ElasticTrainError):
 
 
 class LeftOut(ElasticTrainError):
-    """The others have gone on without this worker; it must not train on."""
+    """The other members have gone on without this worker; it must not train on."""
 
 
 class Superseded(LeftOut):
-    """Another branch of the run (--on-split) was met, and has more committed steps."""
+    """This worker has met another branch of the run (--on-split), which has more committed steps."""
 
     def __init__(self, winner: Position) -> None:
         super().__init__(f"this side has met another at {winner.name}, which goes on, with no fewer committed steps")
@@ -229,7 +227,7 @@ class Superseded(LeftOut):
 
 
 class Refused(LeftOut):
-    """This worker may not train with the others: its flags, data or versions are not those of the run."""
+    """This worker may not join the job: its flags, data or versions are not those of the run."""
 
 
 class SecondJob(Refused):
@@ -260,16 +258,18 @@ class Stopped(ElasticTrainError):
 
 
 def first_line(error: BaseException) -> str:
-    """An error of a library, fit for one line."""
+    """The first line of an error's message; its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def kind_and_line(error: BaseException) -> str:
-    """An error of the code that is trained, with its type, fit for one line; of one that a loader process has raised
-    the original, which torch puts with its traceback into the message. With what `add_own_note` has said of it."""
+    """Describe an error of the code that is trained in one line: its type, its message and the notes of `add_own_note`.
+
+    For an error of a DataLoader process, the line is that of the original error, whose traceback torch puts into the
+    message."""
     name, line = type(error).__name__, first_line(error)
     lines = str(error).strip().splitlines()
-    texts = (*lines, *getattr(error, "__notes__", ()))  # a loader process has it in the traceback
+    texts = (*lines, *getattr(error, "__notes__", ()))  # notes of a loader process are in the traceback text
     notes = [one.removeprefix(OWN_NOTE) for one in texts if one.startswith(OWN_NOTE)]
     said = f" ({'; '.join(notes)})" if notes else ""
     if TRACEBACK_HEAD in str(error):
@@ -282,21 +282,21 @@ def kind_and_line(error: BaseException) -> str:
 
 
 def add_own_note(error: BaseException, note: str) -> None:
-    """Below its traceback, and in its one line: the error's own words seldom say where it was."""
+    """Add a note about where the error happened. It appears below the traceback and in `kind_and_line`."""
     error.add_note(OWN_NOTE + note)
 
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""the numbers of an OSError after which there may be room again"""
+"""The errno values of an OSError for a full disk or quota; deleting files may help."""
 
 
 def cause_of(error: OSError) -> str:
-    """What the system says, without number and path."""
+    """The operating system's message, without number and path."""
     return error.strerror or str(error)
 
 
 def report(error: ElasticTrainError, *, rank: str, is_debug: bool) -> None:
-    """The last line of a worker that gives up, on stderr; with `is_debug` the traceback before it."""
+    """Print the last line of a worker that gives up to stderr; with `is_debug` the traceback before it."""
     if is_debug:
         show_traceback(error, is_debug=True)
     where = f" (rank {rank})" if rank != "0" else ""
@@ -304,19 +304,18 @@ def report(error: ElasticTrainError, *, rank: str, is_debug: bool) -> None:
 
 
 def write_line(text: str) -> None:
-    """One line of ours on stderr. It is lost where stderr takes none, as a terminal that has gone, a closed pipe or a
-    full disk: no reason to end a training."""
+    """Print one line to stderr. If stderr fails (a closed terminal or pipe, a full disk), the line is lost: that is no
+    reason to end a training."""
     with suppress(OSError):
         print(f"elastic_train: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def going_on(told: set[str], where: str) -> Iterator[None]:
-    """For a turn of a thread after which nobody looks: what fails inside the block is logged, once of each kind, and
-    the next turn begins.
+    """Log any exception of the block and suppress it, so that a background loop goes on with its next iteration.
 
     Args:
-        told: what was logged before; it grows.
+        told: the lines that were logged before, each of which is logged only once; the set grows.
     """
     try:
         yield
@@ -328,13 +327,13 @@ def going_on(told: set[str], where: str) -> Iterator[None]:
 
 
 def show_traceback(error: BaseException, *, is_debug: bool) -> None:
-    """On stderr, beginning with the user's own code where it is there; with `is_debug` whole."""
+    """Print the traceback to stderr from the first frame of the user's code on, if any; with `is_debug` all of it."""
     theirs = None if is_debug else first_frame_of_user(error)
     traceback.print_exception(type(error), error, theirs or error.__traceback__)
 
 
 def first_frame_of_user(error: BaseException) -> TracebackType | None:
-    """Where an error's traceback enters code that is neither ours nor installed; None where it never does."""
+    """The part of an error's traceback from the first frame of the user's code on; None if there is no such frame."""
     frame = error.__traceback__
     while frame is not None and not is_of_user(frame.tb_frame):
         frame = frame.tb_next
@@ -342,7 +341,7 @@ def first_frame_of_user(error: BaseException) -> TracebackType | None:
 
 
 def is_of_user(frame: FrameType) -> bool:
-    """Whether its code is neither ours nor installed."""
+    """Whether the frame's code belongs neither to elastic_train nor to Python's standard library or site-packages."""
     return not frame.f_code.co_filename.startswith(_not_of_user())
 
 

@@ -1,18 +1,17 @@
 """Snapshots of the training state: bytes to disk and back, whole or absent.
 
-A snapshot is a directory `step-000000000120-gen-0003-<host>` with two files: `state.pt`, a state dict of tensors and
-plain values as `torch.save` writes it, all on the CPU, and `manifest.json`, which says what it is and gives size and
-SHA-256 of the other. It is written under a name that begins with `.tmp-`, flushed to the disk and renamed last, so
-that a kill, a full disk or a power cut at any moment leaves the whole snapshot or none. What rots later is found by
-size or checksum, and the next older one is taken.
+A snapshot is a directory `step-000000000120-gen-0003-<host>` with two files. `state.pt` is a state dict of tensors and
+plain values, all on the CPU, as `torch.save` writes it. `manifest.json` holds the position in training, and the size
+and SHA-256 of `state.pt`. The directory is written under a name that begins with `.tmp-`, flushed to the disk and
+renamed last. So a kill, a full disk or a power cut at any moment leaves the whole snapshot or none. Size and checksum
+reveal later damage; the reader then takes the next older snapshot.
 
 The newest snapshot is the largest by (generation, step). A later generation supersedes an earlier one even at a lower
-step: it has fenced that one off, and steps that only the earlier one took are lost.
+step: it has fenced that one off, and steps that only the earlier generation took are lost.
 
-What a training step pays: `SnapshotWriter.save_in_background` copies the tensors into host buffers that are allocated
-once and used again, and returns. Serialising, hashing, fsync, rename and pruning run in one thread behind it. `hashlib`
-and file writes let go of the interpreter lock, so the step thread loses a share of a core and of the memory's
-bandwidth, but no more than milliseconds at a time to the lock.
+The cost for a training step: `SnapshotWriter.save_in_background` copies the tensors into host buffers, allocated once,
+and returns. One background thread serialises, hashes, fsyncs, renames and prunes. It costs a share of a core and of
+memory bandwidth. The training thread waits at most milliseconds at a time for the GIL: `hashlib` and writes release it.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ FORMAT_VERSION = 2
 STATE_FILE = "state.pt"
 MANIFEST_FILE = "manifest.json"
 _LAST_SECOND = 2.5e11
-"""of the year 9892: what is later cannot be shown as a date"""
+"""Unix time in the year 9892. Later times cannot be shown as a date."""
 SNAPSHOT_NAME = re.compile(r"step-\d{12,}-gen-\d{4,}-(?P<host>.+)")
 
 
@@ -54,7 +53,7 @@ SnapshotPlace: TypeAlias = "Path | BucketSnapshot"
 
 
 def name_of(step: int, generation: int, host: str) -> str:
-    """By which a place of many has a snapshot, and finds it."""
+    """The name of a snapshot in its folder or bucket."""
     return f"step-{step:012d}-gen-{generation:04d}-{host_in_name(host)}"
 
 
@@ -64,7 +63,7 @@ def host_in_name(host: str) -> str:
 
 @dataclass(frozen=True)
 class SnapshotInfo:
-    """One snapshot as its manifest describes it. Its state has the right size, its checksum is not verified yet."""
+    """One snapshot as its manifest describes it. The size of its state is right; its checksum is not verified yet."""
 
     path: SnapshotPlace
     step: int
@@ -73,19 +72,19 @@ class SnapshotInfo:
     generation: int
     run_uid: str
     host: str
-    """As in the manifest; the directory's name has it with unusual characters replaced."""
+    """As in the manifest. The directory's name contains it with unusual characters replaced."""
     time: float
     """Unix seconds."""
     world_size: int
     task: Mapping[str, Any]
-    """What must agree with a run that continues from here."""
+    """The settings that a run must share to continue from here."""
     files: Mapping[str, SnapshotFile]
     branches: Branches = ()
-    """That its state has gone through, where the run was split."""
+    """The branches that its state has gone through, if the run was split."""
     restarts: Branches = ()
-    """Where it was begun again from a snapshot."""
+    """The positions at which the run was started again from a snapshot."""
     metric: float | None = None
-    """Of its model, where it was evaluated; more is better."""
+    """The metric of its model, if it was evaluated at this step; larger is better."""
 
     @property
     def name(self) -> str:
@@ -107,19 +106,19 @@ class SnapshotResult:
     bytes: int
     """Size of the state file."""
     stall_seconds: float
-    """How long the caller was held up."""
+    """How long the caller was blocked."""
     total_seconds: float
     """From the call until the snapshot was durable."""
     warnings: tuple[str, ...] = ()
-    """What did not keep the snapshot from being written, such as an old one that could not be removed."""
+    """Problems that did not prevent the snapshot, such as an old one that could not be deleted."""
 
 
 def read_info(path: SnapshotPlace, key: bytes | None = None) -> SnapshotInfo:
-    """What the manifest of one snapshot says. Cheap: the state is not read, only its size is compared.
+    """Read the manifest of one snapshot and compare file sizes. Cheap: the state is not read.
 
     Raises:
-        SnapshotDamaged: the manifest is missing, torn or of an unknown version, a file has another size, or it is not
-            signed with `key`, where there is one.
+        SnapshotDamaged: the manifest is missing, torn, of an unknown version, or not signed with `key`, if one is
+            given; or a file has another size.
     """
     if not isinstance(path, Path):
         return path.read_info(key)
@@ -143,7 +142,7 @@ def read_manifest(path: Path, key: bytes | None = None) -> SnapshotInfo:
 
 
 def parse_manifest(data: bytes, path: SnapshotPlace, wanted_version: int) -> dict[str, Any]:
-    """Raises: SnapshotDamaged: it is no manifest of that version."""
+    """Raises: SnapshotDamaged: `data` is no manifest of that version."""
     try:
         manifest = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -157,7 +156,7 @@ def parse_manifest(data: bytes, path: SnapshotPlace, wanted_version: int) -> dic
 
 
 def info_of(manifest: dict[str, Any], path: SnapshotPlace, key: bytes | None) -> SnapshotInfo:
-    """Raises: SnapshotDamaged: it is incomplete, or not signed with `key`."""
+    """Raises: SnapshotDamaged: the manifest is incomplete, or not signed with `key`."""
     try:
         why = None if key is None else why_not_signed(manifest, key)
         if why is not None:
@@ -216,8 +215,10 @@ def _plain_file_name(name: str) -> str:
 def find_snapshots(
     directory: SnapshotFolder, *, warn: Callable[[str], None], key: bytes | None = None
 ) -> list[SnapshotInfo]:
-    """The snapshots in a directory, newest first, after the cheap check of `read_info`. Hands `warn` one line for
-    each damaged one, or one that is not signed with `key`, and leaves it out. A missing directory holds none.
+    """Return the snapshots in a directory, newest first, after the cheap check of `read_info`.
+
+    Leaves out each snapshot that is damaged or not signed with `key`, and passes one line about it to `warn`. Returns
+    an empty list for a missing directory.
 
     Raises:
         SnapshotError: the directory cannot be listed.
@@ -229,14 +230,14 @@ def find_snapshots(
         try:
             found.append(read_info(path, key))
         except SnapshotDamaged as error:
-            if path.exists():  # else its writer has pruned it since
+            if path.exists():  # else its writer has pruned it meanwhile
                 warn(error.warning)
     return newest_first(found)
 
 
 def require_same_run(manifest: bytes, path: SnapshotPlace, run_uid: str) -> None:
-    """Raises: SnapshotError: it is of another run, and in the way of one, whatever its version, and whoever has signed
-    it."""
+    """Raises: SnapshotError: the existing `manifest` at the place of a new snapshot belongs to another run. Its version
+    and signature do not matter."""
     if (parse(manifest) or {}).get("run_uid", run_uid) != run_uid:
         raise SnapshotError(
             f"snapshot {path} cannot be written: another run has one of that name there; choose another --snapshot-dir"
@@ -259,23 +260,23 @@ def snapshot_paths(directory: Path) -> list[Path]:
 
 
 def _free_name(folder: Path, name: str) -> Path:
-    """One of this name and a number, where there is one already."""
+    """The path `name` in the folder; with a number appended if it exists already."""
     names = (folder / (f"{name}.{number}" if number else name) for number in itertools.count())
     return next(path for path in names if not path.exists())
 
 
 def set_aside(directory: Path, folder: str, which: Callable[[SnapshotInfo], bool]) -> list[str]:
-    """Move snapshots into a folder below, where nobody looks for any. Returns their names.
+    """Move the snapshots that `which` selects into a subfolder, where no search finds them. Return their names.
 
     Raises:
-        SnapshotError: one cannot be moved.
+        SnapshotError: a snapshot cannot be moved.
     """
     moved = []
     try:
         for info in find_snapshots(directory, warn=lambda _damaged: None):
             if which(info):
                 (directory / folder).mkdir(exist_ok=True)
-                with contextlib.suppress(FileNotFoundError):  # another worker that sees this directory has moved it
+                with contextlib.suppress(FileNotFoundError):  # another worker on this directory has moved it
                     os.rename(directory / info.name, _free_name(directory / folder, info.name))
                     moved.append(info.name)
     except OSError as error:
@@ -284,21 +285,21 @@ def set_aside(directory: Path, folder: str, which: Callable[[SnapshotInfo], bool
 
 
 def load_state(info: SnapshotInfo, map_location: str | torch.device | None = "cpu") -> dict[str, Any]:
-    """The state of a snapshot, its tensors on `map_location`, once its file is verified. It is in memory once.
+    """Verify the state file of a snapshot and load it, its tensors on `map_location`. It is in memory only once.
 
     Raises:
-        SnapshotDamaged: the file is not the one that the manifest promises, or cannot be read.
-        SnapshotError: as `deserialize_state`.
+        SnapshotDamaged: the file does not match the manifest, or cannot be read.
+        SnapshotError: as `read_state`.
     """
     with open_verified(info) as file:
         return read_state(file, map_location, source=f"snapshot {info.path}")
 
 
 def verify(info: SnapshotInfo) -> None:
-    """`load_state` for those who do not want the state: takes no memory to speak of.
+    """Verify the state file as `load_state` does, without loading it: takes hardly any memory.
 
     Raises:
-        SnapshotDamaged: as there.
+        SnapshotDamaged: as `load_state`.
     """
     with open_verified(info):
         pass
@@ -306,7 +307,7 @@ def verify(info: SnapshotInfo) -> None:
 
 @contextlib.contextmanager
 def open_verified(info: SnapshotInfo) -> Iterator[IO[bytes]]:
-    """The file of the state, at its beginning: whatever is done to its name now, it is the one that was verified."""
+    """Verify the state file and yield it, open at its start. It stays the verified one even if its name is replaced."""
     if not isinstance(info.path, Path):
         with info.path.open_verified(info.files[STATE_FILE]) as fetched:
             yield fetched
@@ -339,11 +340,10 @@ def newest_whole(
     warn: Callable[[str], None],
     key: bytes | None = None,
 ) -> tuple[SnapshotInfo, dict[str, Any]] | None:
-    """The newest snapshot whose file verifies, with its state. A damaged one costs a warning and the next older one is
-    tried.
+    """Load the newest snapshot whose state file verifies. Warns of each damaged one and tries the next older one.
 
     Raises:
-        SnapshotError: the directory cannot be listed; as `load_state`.
+        SnapshotError: the directory cannot be listed; or as `load_state`.
     """
     return first_whole(find_snapshots(directory, warn=warn, key=key), warn, map_location)
 
@@ -360,12 +360,12 @@ def first_whole(
 
 
 def is_there(path: SnapshotPlace) -> bool:
-    """Whether one that cannot be read has not been pruned meanwhile. Below a URL a request."""
+    """Whether a snapshot that could not be read still exists, or was pruned meanwhile. Below a URL one request."""
     return path.exists() if isinstance(path, Path) else MANIFEST_FILE in path.files()
 
 
 def is_snapshot(path: SnapshotPlace | SnapshotFolder) -> TypeGuard[SnapshotPlace]:
-    """Whether a path is one snapshot, perhaps a damaged one."""
+    """Whether a path is one snapshot, possibly a damaged one, and not a folder of snapshots."""
     if not isinstance(path, Path):
-        return hasattr(path, "open_verified")  # bucket.py imports this
+        return hasattr(path, "open_verified")  # not isinstance: bucket.py imports this module
     return (path / MANIFEST_FILE).exists() or (path / STATE_FILE).exists()

@@ -1,4 +1,4 @@
-"""Write snapshots in the background: whole or absent, one at a time, the oldest ones deleted."""
+"""Write snapshots in the background: whole or absent, one at a time; delete the oldest ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from elastic_train.version import VERSION
 
 
 class SnapshotPosition(TypedDict):
-    """Where in training a state stands, as its manifest says."""
+    """The position of a state in training, as its manifest records it."""
 
     step: int
     epoch: int
@@ -39,14 +39,14 @@ _NO_BRANCHES = {"branches": (), "restarts": (), "metric": None}
 
 
 class SnapshotWriter:
-    """Writes the snapshots of one process, one at a time. Its methods are for one thread, the one that trains.
+    """Writes the snapshots of one process, one at a time. Only the training thread may call its methods.
 
-    `keep` says which moments, by (generation, step), stay of a run; a number: so many of the newest. In a folder only
-    those of this host are ever removed. `before_rename` is called by the thread that writes, when a snapshot is whole
-    but not yet visible, below a URL once more when it is; what it raises (OwnershipLost) ends that snapshot. `task` is
-    JSON: what must agree with a run that continues. `key` signs manifests. `may_be_nan`: as `require_numbers`.
+    `keep` selects the snapshots that stay, by (generation, step); a number keeps that many of the newest. In a folder
+    only snapshots of this host are ever deleted. The writing thread calls `before_rename` when a snapshot is whole but
+    not yet visible, and below a URL again once it is visible; an error of it (OwnershipLost) ends that snapshot. `task`
+    is JSON: what a continued run must share. `key` signs manifests. `may_be_nan`: as in `require_numbers`.
 
-    A process that ends while a snapshot is being written loses that snapshot; call `wait` before.
+    A process that ends during a write loses that snapshot; call `wait` before.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SnapshotWriter:
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._flight = Flight(None)
-        """of the one in the background"""
+        """The flight of the background snapshot."""
         self._has_pruned = False
         self._outcomes: list[SnapshotResult | BaseException] = []  # append and pop are atomic
         self._folder = LocalFolder(directory) if isinstance(directory, Path) else directory
@@ -79,7 +79,7 @@ class SnapshotWriter:
             self._folder.remove_leftovers(host_in_name(host))
 
     def prepare(self, state: dict[str, Any]) -> None:
-        """Allocate what the first snapshot of a state of this shape is copied into, beside the caller's work.
+        """Start to allocate the host buffers for a state of this shape, in the background.
 
         Raises:
             SnapshotError: the state holds something that cannot be saved; names it.
@@ -95,14 +95,14 @@ class SnapshotWriter:
         is_stop: bool = False,
         **position: Unpack[SnapshotPosition],
     ) -> SnapshotResult:
-        """Write a snapshot and return when it is durable; in a fleet, with the others that call `save_share`. Waits
-        first for the one in flight, whose outcome is left for `collect`. Where time is short, at a stop, what is old
-        below a URL stays for the next start, unless this process has not deleted any yet.
+        """Write a snapshot and return when it is durable; in a fleet, together with the nodes in `save_share`.
+
+        Waits first for the snapshot in flight, whose outcome stays for `collect`. At a stop (`is_stop`) old snapshots
+        below a URL stay for the next start, to save time, unless this process has not pruned yet.
 
         Raises:
-            SnapshotError: it cannot be written; the older ones are untouched. Or the one in flight has not ended
-                after `in_flight_timeout` seconds.
-            OwnershipLost, or whatever else `before_rename` raises.
+            SnapshotError: not written, the older ones untouched; or still one in flight after `in_flight_timeout` s.
+            OwnershipLost, or any other error of `before_rename`.
         """
         start = time.perf_counter()
         if not self.wait(in_flight_timeout, prunes=False):
@@ -114,11 +114,11 @@ class SnapshotWriter:
         return self._write(self._buffers.copy(state), position, start, None, flight, fleet)
 
     def save_share(self, state: dict[str, Any], fleet: Fleet, *, step: int, generation: int) -> bool:
-        """Send this node's share of the snapshot that the first of the fleet saves of this step. Blocks until that is
-        there; False where it will not come, or is written by that one alone.
+        """Send this node's share of the snapshot of this step, which the first node of the fleet saves. Blocks until
+        the snapshot exists. Returns False if it will not, or if the first node writes it alone.
 
         Raises:
-            SnapshotError: this node cannot send. The others send what is missing of it.
+            SnapshotError: this node cannot send. The other nodes send what is missing.
         """
         if isinstance(self._folder, LocalFolder) or shared_by(fleet, state) is None:
             return False
@@ -129,11 +129,11 @@ class SnapshotWriter:
         return self._folder.write_share(name_of(step, generation, fleet.hosts[0]), shared)
 
     def save_in_background(self, state: dict[str, Any], **position: Unpack[SnapshotPosition]) -> bool:
-        """Copy the state into the host buffers, start writing it and return; the caller may change the state at once.
-        Blocks for the copy, the first time also for allocating the buffers, where `prepare` has not.
+        """Copy the state into the host buffers and start to write it; the caller may change the state at once. Blocks
+        for the copy, and the first time also for the allocation of the buffers, unless `prepare` was called.
 
         Returns:
-            False where the one before is still being written: nothing was done. Else the outcome comes from `collect`.
+            False if the previous snapshot is still being written: nothing was done. Else `collect` gives the outcome.
 
         Raises:
             SnapshotError: the state holds something that cannot be saved; names it.
@@ -149,7 +149,7 @@ class SnapshotWriter:
         def write() -> None:
             try:
                 self._outcomes.append(self._write(copied, position, start, stall_seconds, flight))
-            except BaseException as error:  # not handled here: collect() gives it to the thread that trains
+            except BaseException as error:  # not handled here: collect() raises it in the training thread
                 if not (flight.is_given_up() and isinstance(error, SnapshotError)):
                     self._outcomes.append(error)
 
@@ -158,8 +158,8 @@ class SnapshotWriter:
         return True
 
     def make_room(self, state: dict[str, Any]) -> list[str]:
-        """As `LocalFolder.make_room`, for this state; nothing below a URL. Raises: what `before_rename` does: another
-        job may have the folder by now."""
+        """Make room in the folder for this state, as `LocalFolder.make_room`; a no-op below a URL. Raises: any error of
+        `before_rename`, because another job may own the folder by now."""
         if not isinstance(self._folder, LocalFolder):
             return []
         if self._before_rename is not None:
@@ -172,9 +172,9 @@ class SnapshotWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def give_up(self, state: dict[str, Any], step: int) -> bool:
-        """Send no more of the snapshot in flight, for that of a newer `state`: its parts that are on their way still
-        get there, and are deleted. False, and nothing done, where none is in flight to a URL, where it may be there by
-        now, or where weights are NaN: then the one in flight is the last good one."""
+        """Abort the snapshot in flight for one of a newer `state`; parts on the way still arrive and are then deleted.
+        Returns False and does nothing if none is in flight to a URL, if that one may be visible by now, or if `state`
+        has weights that are NaN: then the snapshot in flight is the last good one."""
         if isinstance(self._folder, LocalFolder) or not self.is_busy():
             return False
         with contextlib.suppress(SnapshotError):
@@ -183,19 +183,19 @@ class SnapshotWriter:
         return False
 
     def wait(self, timeout: float, *, prunes: bool = True) -> bool:
-        """Wait for the snapshot in flight, if there is one, `timeout` seconds at most; False if it has not ended. What
-        is old below a URL is left where it is, unless it `prunes`."""
+        """Wait up to `timeout` seconds for the snapshot in flight, if any; return False if it has not ended. Without
+        `prunes` that snapshot deletes no old ones below a URL."""
         self._flight.is_awaited |= not prunes
         if self._thread is not None:
             self._thread.join(timeout)
         return not self.is_busy()
 
     def collect(self) -> list[SnapshotResult | SnapshotError]:
-        """The outcomes of the background since the last call, without blocking. A SnapshotError is a snapshot that
-        was not written, over which no training need end.
+        """Return the outcomes of background snapshots since the last call, without blocking. A SnapshotError is a
+        snapshot that was not written, which is no reason to end a training.
 
         Raises:
-            OwnershipLost, or whatever else ended a snapshot in the background, once each.
+            OwnershipLost, or any other error that ended a background snapshot; each error once.
         """
         collected: list[SnapshotResult | SnapshotError] = []
         while self._outcomes:
@@ -248,7 +248,7 @@ class SnapshotWriter:
         )
 
     def _manifest(self, position: SnapshotPosition) -> dict[str, Any]:
-        """All of it but the files."""
+        """The manifest without its entry `files`."""
         whose = {"run_uid": self._run_uid, "host": self._host, "time": self._now(), "task": self._task}
         return {**_NO_BRANCHES, **position, **whose, **_versions()}
 
