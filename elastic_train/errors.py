@@ -119,7 +119,7 @@ class SnapshotDamaged(SnapshotUnread):
 
 
 class SnapshotDenied(SnapshotUnread):
-    """The object store refuses to return an object of a snapshot, such as an archived one. The snapshot may be whole."""
+    """The object store refuses to return an object of a snapshot, such as an archived one. The snapshot may be fine."""
 
     word = "not read"
 

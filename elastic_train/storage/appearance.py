@@ -1,4 +1,4 @@
-"""The moment in which a snapshot below a URL becomes visible, until which it may be given up."""
+"""The moment at which a snapshot below a URL becomes visible. It can be given up until then."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from elastic_train.errors import ObjectStoreError, OwnershipLost, SnapshotError,
 from elastic_train.storage.object_store import ObjectStore
 
 MOST_MANIFEST_BYTES = 2**25
-"""some 100,000 parts; whatever is larger is none"""
+"""Enough for some 100,000 parts. A larger object is no manifest."""
 
 
 class Flight:
-    """One snapshot on its way, for who would have the line, or the thread, for a newer one.
+    """The state of one snapshot in flight. Another thread can give it up, to free the network for a newer snapshot.
 
     Args:
-        check: raises OwnershipLost where another job, or a newer generation, has the place.
-        is_awaited: whether somebody waits for its end: what is old is left then.
+        check: raises OwnershipLost if another job, or a newer generation, owns the place.
+        is_awaited: whether a thread waits for its end: old snapshots are not deleted then.
     """
 
     def __init__(self, check: Callable[[], None] | None = None, *, is_awaited: bool = False) -> None:
@@ -31,13 +31,13 @@ class Flight:
         return self._is_given_up
 
     def give_up(self) -> bool:
-        """False, and nothing done, where it may be visible by now."""
+        """Give the snapshot up. Returns False and does nothing if it may be visible by now."""
         with self._lock:
             self._is_given_up = not self._may_be_there
             return self._is_given_up
 
     def check(self) -> None:
-        """It becomes visible next. Raises: SnapshotError: it was given up. What `check` raises."""
+        """Call right before the snapshot becomes visible. Raises: SnapshotError: it was given up; errors of `check`."""
         with self._lock:
             if self._is_given_up:
                 raise SnapshotError("it was given up on its way")
@@ -47,24 +47,24 @@ class Flight:
 
 
 class Appearance:
-    """The manifest of one snapshot on its way. Each try to put it follows a look at who owns the bucket: one that was
-    tried again and again would come long after the last look.
+    """The manifest of one snapshot in flight. Each attempt to put it checks first who owns the bucket, because a put
+    with retries inside could arrive long after the check.
 
     Args:
-        check: raises OwnershipLost where another job, or a newer generation, has the bucket.
+        check: raises OwnershipLost if another job, or a newer generation, owns the bucket.
     """
 
     def __init__(self, store: ObjectStore, key: str, data: bytes, check: Callable[[], None]) -> None:
         self._store, self._key, self._data, self._check = store, key, data, check
         self.may_be_there = False
-        """whether a put was tried that was not refused: its answer may have been lost"""
+        """Whether a put was tried and not refused. It may have succeeded even if its answer was lost."""
 
     def make(self, note: Callable[[], Callable[[], None]]) -> bool:
-        """Whether it is there; False where another one is. `note` is called once it is; what it returns, where that is
-        taken back.
+        """Put the manifest; return False if another manifest exists. Calls `note` after the put, and the function that
+        `note` returned if the manifest is taken back.
 
         Raises:
-            OwnershipLost: before, or while it was put; then it is not there. ObjectStoreError: it cannot be put.
+            OwnershipLost: before or during the put; then no manifest is visible. ObjectStoreError: the put failed.
         """
 
         def may_pass(error: BaseException) -> bool:
@@ -75,7 +75,7 @@ class Appearance:
         try:
             if self._store.tries.call(lambda: self._try(once), may_pass):
                 forget = note()
-                with contextlib.suppress(ObjectStoreError):  # the next renewal finds it out
+                with contextlib.suppress(ObjectStoreError):  # the next renewal of ownership notices
                     self._check()
         except OwnershipLost:
             self._take_back(once)

@@ -12,11 +12,11 @@ from pathlib import Path
 from elastic_train.errors import RunDirectoryError, cause_of
 
 _LINK_MISSING = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
-"""link(2) fails so on FAT, SMB and object stores behind FUSE"""
+"""The errors of link(2) on FAT, SMB and object stores behind FUSE."""
 
 
 def draft_beside(path: Path) -> Path:
-    """Where a file is written before it is renamed. Raises IsADirectoryError: `.` and `/` are replaced by nothing."""
+    """The path of a file until it is renamed to `path`. Raises IsADirectoryError for `.` and `/`: they have no name."""
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     return path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
@@ -37,7 +37,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def write_durably(path: Path, data: bytes, mode: str = "wb") -> None:
-    """Blocks for an fsync; its name is not durable yet. Raises OSError."""
+    """Write a file and fsync it; blocks. The file's name is not durable yet. Raises OSError."""
     with open(path, mode) as file:
         file.write(data)
         file.flush()
@@ -45,8 +45,8 @@ def write_durably(path: Path, data: bytes, mode: str = "wb") -> None:
 
 
 def create_once(path: Path, data: bytes) -> None:
-    """Make a file that nobody has made before. Readers see it whole; without link(2) it is empty for a moment, and for
-    good where its maker ends in that moment. Raises FileExistsError and other OSErrors."""
+    """Create a file unless it exists. Readers see it whole. Without link(2) it is empty for a moment, or for good if
+    its writer ends in that moment. Raises FileExistsError and other OSErrors."""
     draft = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
     write_atomic(draft, data)
     try:
@@ -54,14 +54,14 @@ def create_once(path: Path, data: bytes) -> None:
     except OSError as error:
         if error.errno not in _LINK_MISSING:
             raise
-        # rename(2) would replace the name that others may have read already
+        # rename(2) would replace a file that another process has created and a third one has read
         write_durably(path, data, "xb")
     finally:
         draft.unlink()
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable, where its file system can (some network ones answer EINVAL)."""
+    """Make the names in a directory durable if its file system can (some network file systems return EINVAL)."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -73,8 +73,8 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Where it is missing, with its parents; each new name is durable, but in a folder that may not be read. Raises
-    OSError."""
+    """Create a folder and its parents if missing, and make each new name durable, except in a parent without read
+    permission. Raises OSError."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -83,10 +83,10 @@ def make_folder(path: Path) -> None:
 
 
 def require_writable(folder: Path, what: str) -> None:
-    """Make a folder where it is missing, and check that files can be made in it.
+    """Create a folder if it is missing, and check that files can be created in it.
 
     Raises:
-        RunDirectoryError: it cannot be made, or not be written to.
+        RunDirectoryError: the folder cannot be created or written to.
     """
     try:
         make_folder(folder)

@@ -1,6 +1,6 @@
 """A file that is written past the kernel's page cache.
 
-To fill the page cache costs more of a processor than all else of a large snapshot, and nobody reads one back soon.
+Filling the page cache costs more CPU time than the rest of a large snapshot, and no process reads a snapshot soon.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from types import TracebackType
 from typing import Self
 
 PIECE = 2**22
-"""bytes of one write: whole blocks of any disk, as O_DIRECT wants it of memory, offset and length"""
+"""Bytes of one write. O_DIRECT needs memory, offset and length in whole blocks; this is a multiple for any disk."""
 
 
 class DirectFile:
-    """A file that is written once from its beginning, by O_DIRECT (open(2)) where the file system has it. Durable once
-    its `with` block has ended without an error; until then part of it is in memory alone. All of it raises OSError."""
+    """A file that is written once from start to end, with O_DIRECT (open(2)) if the file system supports it. Durable
+    once its `with` block has ended without an error; before, part is only in memory. All methods raise OSError."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
@@ -29,7 +29,7 @@ class DirectFile:
             if error.errno != errno.EINVAL:
                 raise
             self._fd = os.open(path, flags, 0o666)
-        self._piece = mmap.mmap(-1, PIECE)  # at the beginning of a page
+        self._piece = mmap.mmap(-1, PIECE)  # starts at a page boundary
         self._filled = 0
 
     def write(self, data: bytes | memoryview) -> int:
@@ -57,7 +57,7 @@ class DirectFile:
         self._filled = 0
 
     def _take_page_cache(self) -> bool:
-        """For what is no multiple of a block. Returns whether it was not taken before."""
+        """Switch O_DIRECT off, for a length that is no multiple of a block. Return whether it was on."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         return bool(flags & os.O_DIRECT)

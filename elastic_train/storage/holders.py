@@ -1,4 +1,4 @@
-"""Who has a run directory, or had: what its lock files and its record of the owner say."""
+"""The workers that own a run directory or did, as its lock files and its owner record name them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from elastic_train.world import value_of
 
 @dataclass(frozen=True)
 class Holder:
-    """One worker that has, or had, the lock of its job."""
+    """A worker that holds or held the lock of its job."""
 
     host: str
     pid: int
     time: float
     started: str = ""
-    """When the process started, in the kernel's own count; tells it from a later one with the same pid."""
+    """Start time of the process in the kernel's ticks; distinguishes it from a later process with the same pid."""
 
     def __str__(self) -> str:
         since = datetime.fromtimestamp(self.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -29,7 +29,7 @@ class Holder:
 
 @dataclass(frozen=True, kw_only=True)
 class Owner(Holder):
-    """The job and the generation that own a run directory, and the worker that claimed it for them."""
+    """The job and generation that own a run directory, and the worker that claimed it for them."""
 
     job_token: str
     generation: int
@@ -46,14 +46,14 @@ def read_holders(fd: int) -> list[Holder]:
 
 
 def process_state(holder: Holder) -> str | None:
-    """The state letter of a process of this host: 'T' is stopped. None where it has ended, '?' where unknown."""
+    """The state letter of a process of this host: 'T' for stopped, '?' for unknown; None if the process has ended."""
     state, started = process_stat(holder.pid)
     is_another = bool(started and holder.started) and started != holder.started
     return None if state in ("Z", "X") or is_another else state
 
 
 def owner_of(data: bytes) -> Owner | None:
-    """What a record says; None where it is none."""
+    """Parse an owner record; None if it is not valid."""
     try:
         owner: Owner = value_of(Owner, {"started": "", **(parse(data) or {})})
     except (ValueError, KeyError, TypeError):

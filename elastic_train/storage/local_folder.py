@@ -1,4 +1,4 @@
-"""Snapshots in a folder: written aside and renamed, the old ones deleted, and what killed writers have left behind."""
+"""Snapshots in a folder: write to a temporary directory and rename; delete old ones and leftovers of killed writers."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from elastic_train.system import is_there, try_flock
 
 _TEMPORARY_NAME = re.compile(r"\.tmp-(?:old-)?step-\d{12,}-gen-\d{4,}-(?P<host>.+)-(?P<pid>\d{1,9})")
 
-# Temporary directories that a writer of this process has in hand; one that bears our pid and is not among them was
-# left by an earlier process with the same pid, as is usual in containers.
+# Temporary directories that a writer of this process uses now. Any other with our pid in its name is a leftover of an
+# earlier process with the same pid, as is usual in containers.
 _IN_HAND: set[Path] = set()
 
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Inside, no writer of another container removes this folder, whose host may have this one's name and its processes
-    the same pids: the file that the state goes into is locked. Without effect where the file system has no flock."""
+    """Protect a temporary folder, inside the block, from writers of other containers, which may have the same host name
+    and pids. Locks the state file; without effect if the file system has no flock."""
     fd = open_for_lock(folder / STATE_FILE)
     try:
         with contextlib.suppress(OSError):
-            try_flock(fd, fcntl.LOCK_SH, timedelta(seconds=1))  # another one may look, for a moment
+            try_flock(fd, fcntl.LOCK_SH, timedelta(seconds=1))  # another writer may hold it briefly, in `_is_held`
         yield
     finally:
         close_lock(fd)
@@ -71,22 +71,22 @@ def _is_held(folder: Path) -> bool:
 
 
 class LocalFolder:
-    """The snapshots in a folder of this machine, for the one thread that writes there. As a `Bucket`; only snapshots of
-    the host that is named in the written one are ever removed.
+    """The snapshots in a local folder, with the interface of a `Bucket`, for the single thread that writes there. Only
+    snapshots of the host that is named in the written one are ever deleted.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._verified: set[str] = set()
-        """names of snapshots that were found to be whole, or written here"""
+        """Names of snapshots that were verified, or written by this object."""
         self._warnings: list[str] = []
-        """of the newest write"""
+        """The warnings of the newest write."""
 
     def snapshot(self, name: str) -> Path:
         return self._path / name
 
     def remove_leftovers(self, host_in_name: str) -> None:
-        """Remove what writers of a host left behind that were killed."""
+        """Delete the temporary directories that killed writers of a host have left."""
         with contextlib.suppress(OSError):
             for name in os.listdir(self._path):
                 match = _TEMPORARY_NAME.fullmatch(name)
@@ -106,7 +106,7 @@ class LocalFolder:
         flight: Flight | None = None,
         shared: SharedState | None = None,
     ) -> SnapshotFile:
-        """As `Bucket.write`, by this machine alone. Raises also: OSError."""
+        """Write a snapshot, as `Bucket.write`, but without other nodes. Raises also: OSError."""
         path, run_uid, self._warnings = self.snapshot(name), str(manifest["run_uid"]), []
         existing = _existing(path, run_uid, key, self._warnings.append)
         if existing is not None:
@@ -140,12 +140,12 @@ class LocalFolder:
     def prune(
         self, written: str, *, keep: Retention, run_uid: str, key: bytes | None = None, flight: Flight | None = None
     ) -> list[str]:
-        """As `Bucket.prune`, of the host that has written it, in no time. Reads each snapshot of other writers once: a
-        moment counts when one of its snapshots is whole, to the last byte. With several writers none removes what
-        another counts on: more snapshots only push the border up, where the newest are."""
+        """Delete old snapshots of the host of `written`, as `Bucket.prune`, in no time. A moment counts if one of its
+        snapshots is verified in full; snapshots of other writers are read once for that. No writer deletes a snapshot
+        that another writer counts on: further snapshots only raise the limit of age."""
         self._verified.add(written)
         host = _host_in(written)
-        if host is not None:  # of the writer before this one, too, which may have been killed while this one was there
+        if host is not None:  # also of the previous writer, which may have been killed after this one was built
             self.remove_leftovers(host)
         try:
             of_run = self._readable(run_uid, key)
@@ -160,9 +160,9 @@ class LocalFolder:
     def make_room(
         self, num_bytes: int, host_in_name: str, *, keep: Retention, run_uid: str, key: bytes | None
     ) -> list[str]:
-        """Remove more than `prune` does, where the disk is full: older ones of a host than its newest whole one, but
-        for what is pinned for good, the oldest first, until there is room for a state of `num_bytes`; nothing where
-        all of them are not enough. Returns names."""
+        """Delete more than `prune` on a full disk, until there is room for a state of `num_bytes`; return the names.
+        Deletes snapshots of this host before its newest whole one, the oldest first, but never pinned ones; deletes
+        nothing if all of these would not make room enough."""
         is_whole = partial(self._is_whole, key)
         of_run = self._readable(run_uid, key)
         own = sorted(self._own(of_run, host_in_name), key=lambda info: info.age_key)
@@ -172,7 +172,7 @@ class LocalFolder:
         pinned = keep.pinned(of_run, is_whole)
         missing = _on_disk(num_bytes)
         free = shutil.disk_usage(self._path).free
-        missing -= free if free < missing else 0  # else it is a quota, say, that is full
+        missing -= free if free < missing else 0  # else not the disk is full, but a quota, say
         removed = []
         older = [info for info in own[: own.index(newest)] if info.age_key not in pinned]
         if sum(_on_disk(info.files[STATE_FILE].bytes) for info in older) < missing:
@@ -182,14 +182,14 @@ class LocalFolder:
                 break
             try:
                 self._remove(self._path / info.name)
-            except OSError:  # another one may do it at the same time, or the disk not let anybody
+            except OSError:  # another worker may delete it at the same time, or the disk may refuse
                 continue
             removed.append(info.name)
             missing -= _on_disk(info.files[STATE_FILE].bytes)
         return removed
 
     def _readable(self, run_uid: str, key: bytes | None) -> list[SnapshotInfo]:
-        """Every snapshot of a run whose manifest can be read, its other files being there or not."""
+        """Every snapshot of a run whose manifest can be read, even if its other files are missing."""
         readable = []
         for path in snapshot_paths(self._path):
             with contextlib.suppress(SnapshotDamaged):
@@ -197,8 +197,8 @@ class LocalFolder:
         return [info for info in readable if info.run_uid == run_uid]
 
     def _is_whole(self, key: bytes | None, info: SnapshotInfo) -> bool:
-        """To the last byte, of those that others have written; each is read once. One that is damaged must not push
-        out one that a restart could use."""
+        """Whether a snapshot is undamaged; each of another writer is read in full once. A damaged snapshot must not
+        displace one that a restart could use."""
         try:
             read_info(info.path, key)
             if info.name not in self._verified:
@@ -216,7 +216,7 @@ class LocalFolder:
         doomed = path.with_name(f".tmp-old-{path.name}-{os.getpid()}")
         _IN_HAND.add(doomed)
         try:
-            os.rename(path, doomed)  # out of sight first: a reader never meets half of it
+            os.rename(path, doomed)  # first, so that a reader never finds half of it
             shutil.rmtree(doomed)
         finally:
             _IN_HAND.discard(doomed)
@@ -228,13 +228,13 @@ def _host_in(name: str) -> str | None:
 
 
 def _on_disk(num_bytes: int) -> int:
-    """In whole blocks, as most file systems have them."""
+    """The space on disk, in the whole blocks of most file systems."""
     return -(-num_bytes // 4096) * 4096
 
 
 def _existing(path: Path, run_uid: str, key: bytes | None, warn: Callable[[str], None]) -> SnapshotFile | None:
-    """The state of this very snapshot, where it is there already and whole. Raises: SnapshotError: one of another run
-    is there."""
+    """The state file of the snapshot at `path` if it is there already and whole, else None. Raises: SnapshotError: a
+    snapshot of another run is there."""
     if not path.exists():
         return None
     with contextlib.suppress(OSError):
@@ -249,7 +249,7 @@ def _existing(path: Path, run_uid: str, key: bytes | None, warn: Callable[[str],
 
 
 def _put_in_place(temporary: Path, path: Path, displaced: Path, is_there: Callable[[], bool]) -> None:
-    """Another worker of this host may have written the same moment of the same run meanwhile: one is enough."""
+    """Rename a snapshot to its final name, unless another worker of this host has written the same one meanwhile."""
     if is_there():
         return
     if path.exists():

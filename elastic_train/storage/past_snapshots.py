@@ -1,7 +1,7 @@
-"""What the events of run directories say of snapshots that nobody can see: a run that had some does not begin anew.
+"""Traces of missing snapshots in the events of run directories: a run that had snapshots must not begin anew.
 
-Rank 0 alone writes the regular snapshots, and says so in its own events. Where directories are not shared, the others'
-show no more than how far the run had come; their events `snapshot_due` and `world` do.
+Only rank 0 writes the regular snapshots, and logs them in its own events. If run directories are not shared, the events
+`snapshot_due` and `world` of the other members show only how far the run had come.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from elastic_train.world import from_runs, to_runs
 
 @dataclass(frozen=True)
 class Reached:
-    """The newest moment at which a worker had come past the first snapshot that was due."""
+    """The newest moment of a worker that was past its first due snapshot."""
 
     generation: int
     step: int
     every: int
-    """steps between two snapshots; 1 where they go by time, of which no step is known"""
+    """Steps between two snapshots; 1 if they are due by time, at unknown steps."""
     host: str
 
 
 @dataclass(frozen=True)
 class PastSnapshots:
-    """By the events of one run directory."""
+    """The evidence for snapshots in the events of one run directory."""
 
     known: tuple[int, int, str] | None
-    """generation and step of the newest snapshot that was surely there, and how that is known"""
+    """Generation and step of the newest snapshot that certainly existed, and the evidence in words."""
     reached: Reached | None
     logged: str
-    """steps that have an event of their own, as runs: who wrote it was rank 0, and would have written the snapshot"""
+    """Steps with an event `step`, as runs. Only rank 0 logs this event, and would have logged a snapshot, too."""
 
 
 NOTHING_SEEN = PastSnapshots(None, None, "")
 
 
 def read_past_snapshots(events_dir: Path) -> PastSnapshots:
-    """Reads all events of a run directory. Of a file that cannot be read nobody knows what it tells: that counts as one
-    that tells of a snapshot."""
+    """Read all events of a run directory. A file that cannot be read counts as evidence of a snapshot, because it may
+    contain some."""
     known: list[tuple[int, int, str]] = []
     reached: list[Reached] = []
     logged: set[int] = set()
@@ -61,13 +61,13 @@ def read_past_snapshots(events_dir: Path) -> PastSnapshots:
 
 
 def require_none_written(found: Sequence[PastSnapshots]) -> None:
-    """For where no snapshot can be seen: `found` is what all members' directories say.
+    """Call this if no snapshot can be found; `found` is the evidence of all members' directories.
 
-    A run that was ended before its first snapshot was written may begin anew: those who wrote down the steps, all of
-    them here, had written none. Where they are not here they may have.
+    A run that ended before its first snapshot may begin anew. That is certain if events `step` for every due snapshot
+    are here, without a snapshot. If some are missing, a rank 0 that is not here may have written one.
 
     Raises:
-        SnapshotError: the run had snapshots.
+        SnapshotError: the run had snapshots, or may have had.
     """
     known = max((one.known for one in found if one.known is not None), default=None)
     if known is not None:
@@ -99,7 +99,7 @@ def _known(lines: Iterable[Line]) -> Iterable[tuple[int, int, str]]:
 
 
 def _reached(lines: Sequence[Line]) -> Iterable[Reached]:
-    """Of one process, whose flags say how often snapshots were due; where they go by time, an event that one was."""
+    """Where one process was past a due snapshot: by its flag in steps, or if due by time, by events `snapshot_due`."""
     configs = (line.get("config") for line in lines if line.get("event") == "start")
     flag = next((config.get("snapshot_every") for config in configs if isinstance(config, dict)), 0)
     every = flag if isinstance(flag, int) else None

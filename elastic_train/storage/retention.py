@@ -1,4 +1,4 @@
-"""Which snapshots stay: the newest, one of every so many steps, and the best by a metric."""
+"""Which snapshots stay: the newest, one per interval of steps, and the best by a metric."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Moment = tuple[int, int]
 
 @dataclass(frozen=True)
 class Retention:
-    """What stays of one run, in moments: several hosts may have written the same one."""
+    """The rules for which snapshots of a run stay. They count moments: several hosts may have written the same one."""
 
     newest: int
     every: int | None = None
-    """of each so many steps the first that was written"""
+    """The first snapshot of each interval of this many steps stays, except of the interval from step 0."""
     best: int = 0
-    """of those that have a metric; of a step the one of the largest generation"""
+    """This many with the best metric stay. Of one step only the snapshot of the largest generation counts."""
 
     def __post_init__(self) -> None:
         if self.newest < 1:
@@ -28,18 +28,18 @@ class Retention:
     def pinned(
         self, of_run: Iterable[SnapshotInfo], is_whole: Callable[[SnapshotInfo], bool] = lambda _info: True
     ) -> frozenset[Moment]:
-        """The moments that stay, however old they are. Whatever else is removed later, these are found again.
+        """The moments that stay at any age. The result does not depend on which other snapshots are deleted later.
 
         Args:
-            is_whole: asked of the best ones alone: one that is damaged pushes out none that is not.
+            is_whole: called only for candidates for the best, so that a damaged one displaces no whole one.
         """
         infos = list(of_run)
         first: dict[int, Moment] = {}
         if self.every is not None:
-            for info in sorted(infos, key=lambda info: (-info.step, info.generation)):  # the last one written stays
+            for info in sorted(infos, key=lambda info: (-info.step, info.generation)):  # the last one assigned stays
                 first[info.step // self.every] = info.age_key
             first.pop(0, None)
-        last: dict[int, SnapshotInfo] = {}  # a step that a restart did again is one, and takes one place
+        last: dict[int, SnapshotInfo] = {}  # a step that was repeated after a restart takes only one place
         if self.best:
             whole = (info for info in best_first(infos) if is_whole(info))
             last = {info.step: info for info in sorted(whole, key=lambda info: info.generation)}
@@ -52,10 +52,10 @@ class Retention:
         removable: Sequence[SnapshotInfo],
         is_whole: Callable[[SnapshotInfo], bool] = lambda _info: True,
     ) -> list[SnapshotInfo]:
-        """Those of `removable` beyond the newest moments that have a whole snapshot, but for what is pinned."""
+        """The `removable` snapshots that are neither pinned nor among the newest moments with a whole snapshot."""
         moments = sorted({info.age_key for info in of_run}, reverse=True)
         if len(moments) <= self.newest or all(info.age_key >= moments[self.newest - 1] for info in removable):
-            return []  # nor need any be read
+            return []  # without reading any
         pinned = self.pinned(of_run, is_whole)
         num_kept = 0
         for moment in moments:
@@ -66,6 +66,6 @@ class Retention:
 
 
 def best_first(infos: Iterable[SnapshotInfo]) -> list[SnapshotInfo]:
-    """Those that have a metric, the largest first; the earliest of equals."""
+    """The snapshots that have a metric, the largest first; of equal ones the earliest first."""
     rated = [(info.metric, info) for info in infos if info.metric is not None]
     return [info for _, info in sorted(rated, key=lambda pair: (-pair[0], pair[1].step, -pair[1].generation))]

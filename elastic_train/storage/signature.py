@@ -1,4 +1,4 @@
-"""Signed manifests (--snapshot-key): whoever does not have the key cannot put a snapshot of their own in the way."""
+"""Signed manifests (--snapshot-key): without the key an attacker cannot add a snapshot that a run would restore."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from elastic_train.errors import UsageError, cause_of
 SIGNATURE = "signature"
 LEAST_KEY_BYTES = 16
 _UNSIGNED = frozenset({SIGNATURE, "format_version", "parts"})
-"""how the bytes are laid out, which a copy changes; what they are, their SHA-256 says, and that is signed"""
+"""Fields of the layout, which a copy changes. The content is protected by its SHA-256, which is signed."""
 
 
 @functools.lru_cache
 def read_key(path: Path) -> bytes:
-    """The key in a file, without the white space around it; read once, for what becomes of it during a run is late.
+    """Read the key from a file, without surrounding white space. Cached: a later change of the file has no effect.
 
     Raises:
-        UsageError: it cannot be read, or is too short for a key.
+        UsageError: the file cannot be read, or is too short for a key.
     """
     try:
         key = path.read_bytes().strip()
@@ -38,12 +38,12 @@ def read_key(path: Path) -> bytes:
 
 
 def fingerprint(key: bytes | None) -> str:
-    """What members compare: it tells one key from another, and not what it is."""
+    """A short hash that members compare: it distinguishes keys without revealing them."""
     return "none" if key is None else hmac.new(key, b"elastic_train: fingerprint", hashlib.sha256).hexdigest()[:12]
 
 
 def signature_of(manifest: Mapping[str, Any], key: bytes) -> str:
-    """HMAC-SHA256 over what a manifest says."""
+    """HMAC-SHA256 over the signed fields of a manifest."""
     signed = {name: value for name, value in manifest.items() if name not in _UNSIGNED}
     text = json.dumps(signed, sort_keys=True, separators=(",", ":"))
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
@@ -54,7 +54,7 @@ def sign(manifest: dict[str, Any], key: bytes | None) -> dict[str, Any]:
 
 
 def why_not_signed(manifest: Mapping[str, Any], key: bytes) -> str | None:
-    """Why a manifest is refused; None where its signature is that of `key`."""
+    """The reason to refuse a manifest; None if it is signed with `key`."""
     found = manifest.get(SIGNATURE)
     if not isinstance(found, str):
         return "it has no signature, and --snapshot-key asks for one"

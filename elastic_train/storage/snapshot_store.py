@@ -1,4 +1,4 @@
-"""Snapshots for a program of one's own: a folder of states, each whole or absent, free of the rest of this package."""
+"""Snapshots for any program: a folder of states, each whole or absent, usable without the rest of this package."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 class SnapshotStore:
     """A folder of snapshots that one process writes to, and any process reads.
 
-    Written aside, flushed, checksummed and renamed: a kill or a full disk at any moment leaves the whole snapshot or
-    none. Loading never runs code from a snapshot. The folder is made at the first `save`.
+    Each is written under a temporary name, flushed, checksummed and renamed. So a kill or a full disk at any moment
+    leaves the whole snapshot or none. Loading never runs code from a snapshot. The first `save` creates the folder.
 
-    The newest is the one of the highest step, whoever wrote it and when: a training that starts anew, from a lower step
-    than the folder has, takes another folder.
+    The newest snapshot is that of the highest step, whichever process wrote it, and when. So a training that starts
+    again from a lower step needs another folder.
 
     Args:
         directory: the folder; `elastic-train snapshot list|verify|export` understand it.
-        keep: newest snapshots of this host that stay.
+        keep: how many of the newest snapshots of this host stay.
 
     Raises:
         ValueError: keep is less than 1.
@@ -38,17 +38,17 @@ class SnapshotStore:
         self._writer = SnapshotWriter(self.directory, keep=keep, host=host_name(), run_uid="", task={})
 
     def save(self, state: dict[str, Any], *, step: int) -> Path:
-        """Write a state dict of tensors and plain values; blocks until it is durable. A step is written once: a
-        whole snapshot of it that is there stays, though `state` be another.
+        """Write a state dict of tensors and plain values; blocks until it is durable. Each step is written once: an
+        existing whole snapshot of `step` stays, even if `state` differs.
 
         Raises:
-            SnapshotError: it cannot be written, or holds something else; the older snapshots are untouched.
+            SnapshotError: the state cannot be written, or holds anything else; older snapshots are untouched.
         """
         return self.directory / self._writer.save(state, **_position(step)).path.name
 
     def save_in_background(self, state: dict[str, Any], *, step: int) -> bool:
-        """The same behind the caller's back: blocks for a copy in memory only. False, and nothing done, where the one
-        before is still being written.
+        """As `save`, but on a thread: blocks only for a copy in memory. Returns False and does nothing if the previous
+        snapshot is still being written.
 
         Raises:
             SnapshotError: the state holds something that cannot be saved.
@@ -56,10 +56,10 @@ class SnapshotStore:
         return self._writer.save_in_background(state, **_position(step))
 
     def wait(self, timeout_seconds: float = 300.0) -> None:
-        """Until the snapshot in the background is durable; call it before the process ends.
+        """Wait until the background snapshot is durable; call it before the process ends.
 
         Raises:
-            SnapshotError: one since the last call could not be written, or is not yet.
+            SnapshotError: a snapshot since the last call could not be written, or is not finished in time.
         """
         if not self._writer.wait(timeout_seconds):
             raise SnapshotError(f"a snapshot is still being written to {self.directory} after {timeout_seconds:g} s")
@@ -68,8 +68,8 @@ class SnapshotStore:
                 raise outcome
 
     def load_newest(self, map_location: str | torch.device = "cpu") -> tuple[SnapshotInfo, dict[str, Any]] | None:
-        """The newest whole snapshot and its state, tensors on `map_location`; None where there is none. A damaged one
-        costs a Python warning, and the one before it is taken.
+        """Load the newest whole snapshot, tensors on `map_location`; None if there is none. Issues a Python warning for
+        each damaged one and tries the next older one.
 
         Raises:
             SnapshotError: the folder cannot be listed, or a whole snapshot was not written by this package.

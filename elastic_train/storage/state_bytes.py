@@ -1,4 +1,4 @@
-"""A state to bytes and back: torch's format, from copies in host memory, hashed as it is written."""
+"""Serialise a state and read it back: torch's format, from copies in host memory, hashed during the write."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ if TYPE_CHECKING:  # torch takes seconds to import, and listing snapshots does n
 _PLAIN_TYPES = frozenset([type(None), bool, int, float, complex, str, bytes])
 
 NUMBERS_AT_ONCE = 2**24
-"""of which a writer looks whether one is NaN: so many bytes of memory"""
+"""Numbers in one piece of the search for NaN, which takes as many bytes of memory."""
 
 ALIKE = "alike"
-"""name in a file that several nodes have written together, of the tensors that all had alike; its state has them too"""
+"""The key, in a file that several nodes wrote together, of the tensors equal on all; its state holds them as well."""
 
 AT_ONCE = 2**19
-"""bytes that are written and hashed in turn: they stay in a core's cache in between"""
+"""Bytes of one piece, which is written and then hashed. It stays in a core's cache in between."""
 
 
 @dataclass(frozen=True)
 class SnapshotFile:
-    """What the manifest promises about one file."""
+    """Size and checksum of one file, as in the manifest."""
 
     bytes: int
     sha256: str
 
 
 def serialize_state(state: dict[str, Any]) -> bytes:
-    """The bytes of a state dict of tensors and plain values, the tensors moved to the CPU.
+    """Serialise a state dict of tensors and plain values, the tensors moved to the CPU.
 
     Raises:
-        SnapshotError: something in it is neither; `deserialize_state` would refuse it.
+        SnapshotError: the state holds anything else; `deserialize_state` would refuse it.
     """
     buffer = io.BytesIO()
     write_state(HostBuffers().copy(state), buffer)
@@ -51,11 +51,11 @@ def serialize_state(state: dict[str, Any]) -> bytes:
 
 
 def deserialize_state(data: bytes, *, source: str = "snapshot") -> dict[str, Any]:
-    """The state dict in the bytes of `serialize_state`, its tensors on the CPU. Never runs code that the bytes bring
-    along. `source` names them in an error.
+    """Read a state dict from the bytes of `serialize_state`, its tensors on the CPU. Never runs code that the bytes
+    contain. `source` names them in an error.
 
     Raises:
-        SnapshotError: they hold something else than tensors and plain values, or cannot be read.
+        SnapshotError: the bytes hold anything but tensors and plain values, or cannot be read.
     """
     return read_state(io.BytesIO(data), "cpu", source)
 
@@ -76,7 +76,7 @@ def read_state(file: IO[bytes], map_location: str | torch.device | None, source:
         raise SnapshotError(f"{source} cannot be read: {first_line(error)}") from error
     except OSError as error:
         raise SnapshotDamaged(f"{source} cannot be read: {cause_of(error)}") from error
-    # A few bytes could else become any number of them.
+    # Otherwise a few bytes could expand to any number of bytes.
     if any(one.compress_type != zipfile.ZIP_STORED for one in entries) or sum(one.file_size for one in entries) > size:
         raise SnapshotError(f"{source} was refused: its tensors are compressed or overlap, as torch.save writes none")
     file.seek(0)
@@ -91,7 +91,7 @@ def read_state(file: IO[bytes], map_location: str | torch.device | None, source:
         ) from error
     except OSError as error:
         raise SnapshotDamaged(f"{source} cannot be read: {cause_of(error)}") from error
-    except Exception as error:  # crafted or torn bytes make the reader fail in any way; none of them is our bug
+    except Exception as error:  # crafted or torn bytes make the reader fail in any way; that is no bug of ours
         raise SnapshotError(f"{source} cannot be read: {first_line(error)}") from error
     if not isinstance(state, dict):
         raise SnapshotError(f"{source} was refused: it holds a {type(state).__name__}, not a state dict")
@@ -109,7 +109,7 @@ def write_state(state: dict[str, Any], file: object) -> None:
 
 
 class HostBuffers:
-    """Copies of a state in host memory that is used again for the next copy of a state of the same shape."""
+    """Host memory for a copy of a state, reused for the next copy of a state of the same shape."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
@@ -119,8 +119,8 @@ class HostBuffers:
         self._allocation: threading.Thread | None = None
 
     def prepare(self, state: dict[str, Any]) -> None:
-        """Make the buffers for a state of this shape, where there are none yet, on a thread: what the kernel takes to
-        provide the memory is several times what a copy takes. Returns at once.
+        """Allocate the buffers for a state of this shape on a thread, unless they exist or a tensor is on a GPU.
+        Returns at once. The kernel needs several times as long to provide the memory as a copy takes.
 
         Raises:
             SnapshotError: as `copy`.
@@ -137,16 +137,16 @@ class HostBuffers:
                 if not is_odd(tensor):
                     try:
                         self._add(tensor)
-                    except RuntimeError:  # no memory: `copy` meets it where it can be told
+                    except RuntimeError:  # no memory: `copy` raises it where it can be reported
                         return
                     memory = self._buffers[-1].untyped_storage()
-                    ctypes.memset(memory.data_ptr(), 0, memory.nbytes())  # on this core alone; the others train
+                    ctypes.memset(memory.data_ptr(), 0, memory.nbytes())  # uses one core only; the other cores train
 
         self._allocation = threading.Thread(target=allocate, name="snapshot-buffers")
         self._allocation.start()
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state with every tensor copied and every container built anew. Valid until the next call.
+        """Copy the state: every tensor into host memory, every container built anew. Valid until the next call.
 
         Raises:
             SnapshotError: a leaf is neither a tensor nor a plain value; names it.
@@ -193,22 +193,23 @@ class HostBuffers:
     def _allocate(tensor: torch.Tensor) -> torch.Tensor:
         import torch
 
-        # Pinned for a GPU: all its copies then run behind one another without a wait after each. But not beside a step
-        # (StepStart.copy_beside): to pin memory CUDA waits for what runs, which may hang in a reduction.
+        # Pinned for a GPU: all its copies then run in a row without a wait after each. But not beside a step
+        # (StepStart.copy_beside): to pin memory, CUDA waits for running kernels, which may hang in a reduction.
         is_pinned = tensor.is_cuda and threading.current_thread() is threading.main_thread()
         return torch.empty_like(tensor, device="cpu", pin_memory=is_pinned, requires_grad=False)
 
 
 def is_odd(tensor: torch.Tensor) -> bool:
-    """Whether it is more than numbers in one piece of memory: sparse ones, conjugated views. It is copied whole."""
+    """Whether a tensor is more than numbers in one piece of memory, such as sparse tensors and conjugated views. Such
+    tensors are copied as a whole, without a buffer."""
     import torch
 
     return tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
 
 
 def rebuilt(value: Any, of_tensor: Callable[[torch.Tensor], Any], where: str = "state") -> Any:
-    """A state with every container built anew, of its own kind, and `of_tensor` of every tensor. NumPy's scalars become
-    Python's.
+    """Rebuild a state: each container anew, of its own type; each tensor replaced by `of_tensor(tensor)`; NumPy scalars
+    by Python's.
 
     Raises:
         SnapshotError: a leaf is neither a tensor nor a plain value; names it.
@@ -244,7 +245,7 @@ def rebuilt(value: Any, of_tensor: Callable[[torch.Tensor], Any], where: str = "
 
 
 def _plain(value: Any) -> Any:
-    """A scalar of NumPy's, as its means are, as one of Python's."""
+    """Convert a NumPy scalar, such as the mean of an array, to Python's type."""
     if type(value) in _PLAIN_TYPES:
         return value
     import numpy as np
@@ -261,21 +262,21 @@ def _refused(value: object, where: str) -> SnapshotError:
 
 
 class HashingFile:
-    """What torch.save writes to: a file, and the SHA-256 and size of what went into it.
+    """A file for torch.save that also computes SHA-256 and size of the written bytes.
 
     Args:
-        is_over: whether nothing of what comes is of use any more.
+        is_over: whether all further bytes are useless; they are only counted then.
     """
 
     def __init__(self, file: IO[bytes], is_over: Callable[[], bool] = lambda: False) -> None:
         self._file, self._is_over = file, is_over
         self._hash = hashlib.sha256()
         self.num_bytes = 0
-        """that were given to it, also those that it has not written"""
+        """All bytes given to `write`, including those that were not written."""
         self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        # Called from C++, which turns an exception into an unrelated one; hence kept, and raised by the writer.
+        # Called from C++, which turns an exception into an unrelated one. So keep it for the writer to raise.
         num_bytes = memoryview(data).nbytes
         self.num_bytes += num_bytes
         if self.error is None and not self._is_over():
@@ -297,7 +298,7 @@ class HashingFile:
 
 
 def size_of(state: dict[str, Any]) -> int:
-    """Bytes that `write_state` makes of it."""
+    """The number of bytes that `write_state` writes for this state."""
     with open(os.devnull, "wb") as nowhere:
         counting = HashingFile(nowhere, is_over=lambda: True)
         write_state(state, counting)
@@ -305,17 +306,16 @@ def size_of(state: dict[str, Any]) -> int:
 
 
 NO_EXTRAS: Mapping[str, Collection[str]] = {"": ()}
-"""for `require_numbers`: the model alone"""
+"""For `require_numbers`: check the model alone."""
 
 
 def require_numbers(state: Mapping[str, Any], step: int, may_be_nan: Mapping[str, Collection[str]]) -> None:
-    """Raises: SnapshotError where a weight is NaN: such a snapshot would be the newest, and every start would take it.
-    So would one of running statistics that have become NaN, which training does not read. Infinite ones are left alone:
-    buffers have them, such as masks.
+    """Raises: SnapshotError: a weight or buffer is NaN. As the newest snapshot, every start would load it. Running
+    statistics count too, although training does not read them. Infinity is allowed, as in buffers with masks.
 
     Args:
-        may_be_nan: the modules that are looked at, "" for the model, else the name of an extra, with the names of their
-            buffers that were made with it.
+        may_be_nan: the modules to check ("" for the model, else the name of an extra), each with the names of its
+            buffers that contained NaN from the beginning.
     """
     import torch
 
@@ -336,7 +336,7 @@ def require_numbers(state: Mapping[str, Any], step: int, may_be_nan: Mapping[str
 def _has_nan(values: torch.Tensor) -> bool:
     import torch
 
-    # A sum with NaN in it is NaN, and takes a seventh of the time. It may be without any: of inf and -inf.
+    # A sum takes a seventh of the time. It is NaN if a number is NaN, but also for inf and -inf, hence the second look.
     has_sum = values.is_floating_point() and values.element_size() > 1  # torch sums no 8 bits, nor complex halves
     if has_sum and not bool(values.sum().isnan()):
         return False
@@ -345,7 +345,7 @@ def _has_nan(values: torch.Tensor) -> bool:
 
 
 def _values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a tensor, dense; of a sparse one those that it holds."""
+    """The numbers of a tensor as a dense tensor; for a sparse tensor its stored values."""
     import torch
 
     if tensor.layout is torch.strided:
