@@ -1,1 +1,1 @@
-"""What is kept on disk: snapshots, the run directory and whose it is, weights in other formats."""
+"""Everything on disk: snapshots, the run directory and its owner, weights in other formats."""

@@ -6,9 +6,9 @@
         manifest.json                 format version 3: also names the parts
     <url>/owner.json                  see bucket_owner.py
 
-An object store has no rename: what makes a snapshot visible is its manifest, which is created and never replaced. The
-nonce is of one attempt to write, so that no other attempt under the same name can change a byte of a snapshot that is
-whole. Parts without a manifest are nobody's, and the owner deletes them.
+An object store has no rename, so the manifest makes a snapshot visible; it is created and never replaced. Each attempt
+to write has its own nonce, so that no other attempt under the same name can change a byte of a whole snapshot. Parts
+without a manifest are leftovers, which the owner of the bucket deletes.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ FORMAT_VERSION = 3
 PART_PREFIX = f"{STATE_FILE}."
 
 Files = Mapping[str, int]
-"""of one snapshot: bytes by name"""
+"""The files of one snapshot: size in bytes by name."""
 
 
 @dataclass(frozen=True)
 class BucketSnapshot:
-    """The place of one snapshot; with the parts that its manifest names, where that was read."""
+    """The place of one snapshot, with the parts that its manifest names, if that was read."""
 
     store: ObjectStore
     name: str
@@ -75,8 +75,8 @@ class BucketSnapshot:
         return {path.removeprefix(prefix): size for path, size in self.store.list(prefix).items()}
 
     def read_info(self, key: bytes | None = None, files: Files | None = None) -> SnapshotInfo:
-        """What its manifest says, once the parts are there and of the right size; `files`: what a listing has shown.
-        Raises: SnapshotDamaged."""
+        """Read the manifest, and check that all parts exist in the right size. `files`: the result of a listing, which
+        saves a request. Raises: SnapshotDamaged."""
         files = self.files() if files is None else files
         manifest = self.read_manifest(files)
         info = info_of(manifest, self, key)
@@ -96,7 +96,7 @@ class BucketSnapshot:
         return replace(info, path=replace(self, parts=parts))
 
     def read_manifest(self, files: Files | None = None) -> dict[str, Any]:
-        """All that it says. Raises: SnapshotDamaged: there is none that can be read."""
+        """The whole content of the manifest. Raises: SnapshotDamaged: it is missing or cannot be read."""
         return parse_manifest(self.manifest_bytes(files), self, FORMAT_VERSION)
 
     def manifest_bytes(self, files: Files | None = None) -> bytes:
@@ -110,17 +110,17 @@ class BucketSnapshot:
         return data
 
     def _get(self, file: str, limit: int) -> bytes | None:
-        """None where there is none. Raises: SnapshotDenied: the store does not give this one."""
+        """Read one object; None if there is none. Raises: SnapshotDenied: the store refuses to return it."""
         with refusals_told():
             found = self.store.get(self.key_of(file), limit)
         return None if found is None else found.data
 
     @contextlib.contextmanager
     def open_verified(self, promised: SnapshotFile) -> Iterator[IO[bytes]]:
-        """The bytes of its state in a file of this machine that has no name, once they are verified.
+        """Fetch the state into a local temporary file without a name, verify it, and yield the file.
 
         Raises:
-            SnapshotDamaged: they are not what the manifest promises. SnapshotError: they cannot be had.
+            SnapshotDamaged: the bytes do not match the manifest. SnapshotError: they cannot be fetched.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -153,9 +153,9 @@ class Bucket:
         self.store = store
         self._part_bytes = part_bytes
         self._left: dict[BucketSnapshot, list[str]] = {}
-        """parts of snapshots that failed, or had their manifest deleted, which are not deleted yet"""
+        """Parts yet to be deleted, of snapshots that failed or whose manifest was deleted."""
         self._whole: dict[str, tuple[int, SnapshotInfo]] = {}
-        """what is known of those that are, with the hash of what a listing showed then"""
+        """Whole snapshots by name, each with a hash of its files in the listing at that time."""
 
     def __str__(self) -> str:
         return str(self.store)
@@ -164,7 +164,7 @@ class Bucket:
         return BucketSnapshot(self.store, name)
 
     def find(self, *, warn: Callable[[str], None], key: bytes | None = None) -> list[SnapshotInfo]:
-        """As `snapshot.find_snapshots`. What has no manifest is no snapshot, and nothing to warn of."""
+        """Find snapshots as `snapshot.find_snapshots`. Parts without a manifest are ignored without a warning."""
         found = []
         for name, files in self._list().items():
             if MANIFEST_FILE not in files:
@@ -176,7 +176,7 @@ class Bucket:
         return found
 
     def _list(self) -> dict[str, dict[str, int]]:
-        """The files of each snapshot, whole or not, by its name."""
+        """The files of each snapshot, whole or not, by the snapshot's name."""
         found: dict[str, dict[str, int]] = {}
         for path, size in self.store.list().items():
             name, _, file = path.partition("/")
@@ -194,18 +194,18 @@ class Bucket:
         flight: Flight | None = None,
         shared: SharedState | None = None,
     ) -> SnapshotFile:
-        """Write a snapshot, whole or not at all; where a whole one of that name and run is there, it stays.
+        """Write a snapshot, whole or not at all. An existing whole one of that name and run stays.
 
         Args:
             fill: writes the bytes of the state into a file.
-            manifest: of the format of a folder, without `files`.
-            key: signs it, where there is one.
-            flight: is asked before each try to make it visible, and once more when it is; where it is given up, it is
-                not sent to its end, unless it is a `shared` one.
-            shared: what `fill` writes, where other nodes send a share of it.
+            manifest: in the format of a folder, without `files`.
+            key: signs the manifest, if given.
+            flight: its `check` is called before each try to put the manifest, and once afterwards. If it is given up,
+                the rest is not sent, unless the snapshot is `shared`.
+            shared: the state that `fill` writes, if other nodes send shares of it.
 
         Raises:
-            SnapshotError: it cannot be written; older ones are untouched. Whatever the check of `flight` raises.
+            SnapshotError: it cannot be written; older snapshots are untouched. Any error of the check of `flight`.
         """
         place, flight = self.snapshot(name), flight or Flight()
         with errors_told(str(place)):
@@ -216,9 +216,9 @@ class Bucket:
                 raise SnapshotError(f"snapshot {name} cannot be written: {error}; older ones are untouched") from error
 
     def write_share(self, name: str, shared: SharedState) -> bool:
-        """Send this node's share of a snapshot that the first node of a fleet writes now, and help those that do not
-        come to an end. Blocks until the snapshot is there. Returns False where it will not come. Raises: SnapshotError:
-        this node cannot send."""
+        """Send this node's share of a snapshot that the first node of a fleet writes now, and parts of nodes that are
+        too slow. Blocks until the snapshot is visible; returns False if it will not be. Raises: SnapshotError: this
+        node cannot send."""
         place = self.snapshot(name)
         with errors_told(str(place)):
             stream = self._open_share(place, shared)
@@ -249,15 +249,15 @@ class Bucket:
         )
 
     def delete(self, place: BucketSnapshot) -> None:
-        """All that lies there. Raises: ObjectStoreError."""
+        """Delete all files of a snapshot. Raises: ObjectStoreError."""
         self._delete(self.store, place, place.files())
 
     def note_visible(self, manifest: Mapping[str, Any]) -> Callable[[], None]:
-        """A snapshot of that manifest can be seen, unless what this returns is called. For who keeps a record."""
+        """Hook: a snapshot with this manifest is visible. The returned function is called if it is taken back."""
         return lambda: None
 
     def _existing(self, place: BucketSnapshot, run_uid: str, key: bytes | None) -> SnapshotFile | None:
-        """The state of this very snapshot, where it is there already and whole; what is left of a broken one goes."""
+        """The state file of a snapshot that is there already and whole, else None; deletes a damaged manifest."""
         files = place.files()
         if MANIFEST_FILE not in files:
             return None
@@ -301,7 +301,7 @@ class Bucket:
             appearance = Appearance(self.store, place.key_of(MANIFEST_FILE), data, flight.check)
             if appearance.make(lambda: self.note_visible(manifest)):
                 return written
-            # Another worker of this host has written the same moment meanwhile.
+            # Another worker of this host has written the same snapshot meanwhile.
             existing = self._existing(place, str(manifest["run_uid"]), key)
             if existing is None:
                 raise SnapshotError(f"snapshot {place} cannot be written: a damaged one was in its place, and is gone")
@@ -310,7 +310,7 @@ class Bucket:
             if appearance is None or not appearance.may_be_there:
                 stream.wait()
                 self._left[place] = [*self._left.get(place, ()), *stream.names]
-                # What is told is why it was not written; where it was given up, something else waits for the line.
+                # Suppressed: the first error is the one to report. If given up, a newer snapshot needs the network.
                 with contextlib.suppress(ObjectStoreError):
                     if not flight.is_given_up():
                         self._delete_left(self.store.impatient())
@@ -318,11 +318,11 @@ class Bucket:
     def prune(
         self, written: str, *, keep: Retention, run_uid: str, key: bytes | None = None, flight: Flight | None = None
     ) -> list[str]:
-        """Delete the old snapshots of a run, now that `written` is there, and what writers left behind that did not
-        end; what is left when `flight` is awaited, the next call deletes. Returns warnings.
+        """Delete old snapshots of a run, now that `written` is visible, and leftovers of killed writers. Stops if
+        `flight` is awaited; the next call deletes the rest. Returns warnings.
 
-        Of all hosts: machines that may be taken away come back under other names. None that a member of this run reads:
-        the owner calls this, who has read before; and where states differ, who reads anew has awaited it (ring.py)."""
+        Deletes those of all hosts, because preemptible machines come back under other names. No member of the run reads
+        a deleted one: the owner has restored before it prunes, and if states differ, ring.py waits for it first."""
 
         def is_given_up() -> bool:
             return flight is not None and flight.is_awaited
@@ -342,7 +342,7 @@ class Bucket:
                 self._delete(self.store, self.snapshot(name), listed[name], is_given_up)
             self._delete_left(self.store, is_given_up)
             self.store.delete_old_probes()
-        except Exception as error:  # of whatever lies there: what was written is safe, and no training ends over it
+        except Exception as error:  # any object may cause it: the snapshot is safe, and training must not end
             if is_given_up():
                 return []
             said = str(error) if isinstance(error, SnapshotError) else f"{type(error).__name__}: {first_line(error)}"
@@ -352,8 +352,8 @@ class Bucket:
     def _find_whole(
         self, listed: Mapping[str, Files], key: bytes | None, is_given_up: Callable[[], bool]
     ) -> dict[str, SnapshotInfo]:
-        """Those that are, by name. Of one that looks as it did the manifest is not read again: none is replaced, and
-        there may be many that stay for good."""
+        """The whole snapshots, by name. If the listed files of one have not changed, its manifest is not read again:
+        manifests are never replaced, and many snapshots may stay for good."""
         looks = {name: hash((key, *sorted(files.items()))) for name, files in listed.items()}
         self._whole = {name: known for name, known in self._whole.items() if looks.get(name) == known[0]}
 
@@ -366,10 +366,10 @@ class Bucket:
         return {name: info for name, (_look, info) in self._whole.items()}
 
     def _is_leftover(self, name: str, files: Files, run_uid: str, key: bytes | None) -> bool:
-        """Whether a writer has left it that did not end: parts alone, or a manifest of the run whose parts are gone."""
+        """Whether a killed writer left these files: parts without manifest, or a manifest of the run without parts."""
         place = self.snapshot(name)
         if MANIFEST_FILE not in files:
-            return MANIFEST_FILE not in place.files()  # a copy may be whole by now: who copies owns nothing
+            return MANIFEST_FILE not in place.files()  # a copy may be whole by now: `copy` does not own the bucket
         with contextlib.suppress(SnapshotUnread):
             return info_of(place.read_manifest(files), place, key).run_uid == run_uid
         return False
@@ -385,8 +385,8 @@ class Bucket:
         files: Collection[str],
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        """The manifest first: a reader finds the whole snapshot or none. Raises: ObjectStoreError; SnapshotError where
-        it was given up. What is not deleted then goes with `_delete_left`."""
+        """Delete files, the manifest first: a reader finds the whole snapshot or none. `_delete_left` deletes the rest
+        after an error. Raises: ObjectStoreError; SnapshotError if given up."""
         if MANIFEST_FILE in files:
             store.delete(place.key_of(MANIFEST_FILE))
         parts = (file for file in files if file != MANIFEST_FILE)
@@ -396,5 +396,5 @@ class Bucket:
 
 
 def _generation_of(name: str) -> int:
-    """Parts of a generation that is over have no writer: it may make nothing visible any more."""
+    """The generation in a snapshot's name. Parts of an earlier generation have no writer: it may write no manifest."""
     return int(name.split("-")[3])

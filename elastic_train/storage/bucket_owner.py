@@ -1,10 +1,9 @@
-"""Who may write the snapshots below a URL: `owner.json` there.
+"""Ownership of the snapshots below a URL: the record `owner.json` there.
 
-It names the job and the generation, and is replaced by conditional puts alone: with each snapshot right before its
-manifest, and every 10 s in between by the worker that writes. Another job takes over where the last owner wrote that it
-left, or once the record has not changed for three renewals on that job's own clock; no two machines' clocks are ever
-compared. An owner that was replaced while it was stopped or cut off finds out at its next put, before anything of it
-becomes visible.
+The record names the job and the generation. Only conditional puts replace it: right before each manifest, and every
+10 s by the worker that writes snapshots. Another job takes over if the last owner wrote that it left, or if the record
+has not changed for three renewal periods by the new job's clock. Clocks of two machines are never compared. An owner
+that was replaced while stopped or cut off notices at its next put, before any of its writes becomes visible.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ RENEWALS_MISSED = 3
 POLL_SECONDS = 2.0
 FORMAT_VERSION = 1
 MOST_RECORD_BYTES = 2**20
-"""whatever is larger is no record"""
+"""A larger object is no record."""
 LEAVE_SECONDS = 5.0
-"""that the end of a job waits for a renewal which hangs"""
+"""The longest wait, at the end of a job, for a renewal that hangs."""
 
 
 @dataclass(frozen=True)
 class BucketRecord:
-    """What `owner.json` says."""
+    """The content of `owner.json`."""
 
     job_token: str
     generation: int
     run_uid: str
     superseded: tuple[str, ...]
-    """runs that this one is in the place of: an empty run directory does not know them"""
+    """The runs that this run replaces: an empty run directory does not know them."""
     host: str
     pid: int
     time: float
     renewals: int = 0
     has_left: bool = False
     newest: tuple[int, int] | None = None
-    """generation and step of the run's newest snapshot: one that had some does not begin anew"""
+    """Generation and step of the run's newest snapshot: a run that had snapshots must not begin anew."""
     format_version: int = FORMAT_VERSION
 
     def __str__(self) -> str:
@@ -63,7 +62,7 @@ class BucketRecord:
 
     @staticmethod
     def of(stored: Stored | None) -> BucketRecord | None:
-        """None where there is none that can be read. Raises: ObjectStoreError: a newer elastic_train wrote it."""
+        """Parse a record; None if missing or invalid. Raises: ObjectStoreError: a newer elastic_train wrote it."""
         fields: dict[str, Any] = {} if stored is None else parse(stored.data) or {}
         version = fields.get("format_version", FORMAT_VERSION)
         if version != FORMAT_VERSION:
@@ -74,17 +73,17 @@ class BucketRecord:
             )
         try:
             record: BucketRecord = value_of(BucketRecord, {"newest": None, "format_version": version, **fields})
-            str(record)  # a time that is none shows here
+            str(record)  # raises if the time is invalid
             return record
         except (KeyError, TypeError, ValueError, OverflowError, OSError):
             return None
 
 
 class BucketOwner:
-    """This process's part in who owns the snapshots below a URL. Any thread may call it.
+    """This process's share in the ownership of the snapshots below a URL. Thread-safe.
 
     Args:
-        clock: monotonic, in seconds; `sleep` waits by it.
+        clock: monotonic, in seconds; `sleep` waits by this clock.
     """
 
     def __init__(
@@ -99,20 +98,20 @@ class BucketOwner:
         self._store, self._host = store, host
         self._clock, self._sleep, self._now = clock, sleep, now
         self._lock = threading.Lock()
-        """of the version, while the store is asked"""
+        """Guards `_version` during requests to the store."""
         self._mine: BucketRecord | None = None
-        """what this process writes next, but for time and number"""
+        """The record that this process writes next, except its time, number and newest snapshot."""
         self._newest: dict[str, tuple[int, int]] = {}
-        """of each run that this process has heard of"""
+        """The newest snapshot (generation, step) of each run that this process knows."""
         self._renewals = 0
         self._version: str | None = None
         self._lost: tuple[BucketRecord, OwnershipLost] | None = None
-        """with what was `_mine` then: a world may be entered at any moment, also in that in which this is set"""
+        """The error, with the `_mine` of that time: another world may be entered at the moment when this is set."""
         self._stop: threading.Event | None = None
         self.warn: Callable[[str], None] = lambda _outage: None
 
     def read(self) -> BucketRecord | None:
-        """The owner, as the store says. Raises: ObjectStoreError."""
+        """Read the owner's record from the store. Raises: ObjectStoreError."""
         return BucketRecord.of(self._store.get(OWNER_RECORD, MOST_RECORD_BYTES))
 
     def take(
@@ -122,16 +121,16 @@ class BucketOwner:
         check: Callable[[], None],
         say: Callable[[str], None] = lambda _wait: None,
     ) -> None:
-        """Make the snapshots this job's; called once by one worker of a job, when it starts. Blocks for three renewals
-        where the last owner has not written that it left.
+        """Make this job the owner; called once by one worker, when the job starts. Blocks for three renewal periods
+        if the last owner has not written that it left.
 
         Args:
-            check: is called every other second meanwhile; what it raises ends the wait.
-            say: is told once that there is a wait, and for whom.
+            check: called every other second of the wait; an error of it ends the wait.
+            say: called once at the beginning of a wait, with a line that names the owner.
 
         Raises:
-            SnapshotsInUse: another job has them, and lives. NewerGeneration: the others of this job have gone on.
-            ObjectStoreError: the store cannot be asked.
+            SnapshotsInUse: another job owns the snapshots and lives.
+            NewerGeneration: this job owns them in a newer generation. ObjectStoreError: the store does not answer.
         """
         first: Stored | None = None
         since, has_said = 0.0, False
@@ -148,7 +147,7 @@ class BucketOwner:
                     raise self._in_use(record)
                 is_free = self._clock() - since >= RENEWAL_SECONDS * RENEWALS_MISSED
             if record is not None and record.job_token != job_token and record.generation >= generation and is_free:
-                raise self._in_use(record)  # it came further between this start's look and now
+                raise self._in_use(record)  # its generation has grown since this job chose its own
             if is_free and self._put_first(stored, job_token, generation):
                 return
             if not is_free:
@@ -168,7 +167,8 @@ class BucketOwner:
         )
 
     def _put_first(self, stored: Stored | None, job_token: str, generation: int) -> bool:
-        """Whether the record is ours now; what a run is called is not known yet, so that its last name stays."""
+        """Put the first record of this job and return whether that succeeded. It keeps the last run's uid, because the
+        uid of this run is not known yet."""
         before = BucketRecord.of(stored)
         uid, superseded = ("", ()) if before is None else (before.run_uid, before.superseded)
         with self._lock:
@@ -184,21 +184,21 @@ class BucketOwner:
     def enter(
         self, job_token: str, generation: int, run_uid: str, superseded: tuple[str, ...], *, is_writer: bool
     ) -> None:
-        """A world stands: from now on its generation is the one that writes. Returns at once; the worker that writes
-        renews the record from now on."""
-        # Without the lock: who re-forms does not wait for a store that hangs.
+        """Call when a world has formed: from now on only its generation writes. Returns at once. From now on the worker
+        with `is_writer` renews the record."""
+        # Without the lock: re-forming must not wait for a store that hangs.
         self._mine = BucketRecord(job_token, generation, run_uid, superseded, self._host, os.getpid(), self._now())
         self.release()
         if is_writer:
             self.renew_in_background()
 
     def note_snapshot(self, run_uid: str, generation: int, step: int) -> Callable[[], None]:
-        """One has become visible: the next renewal says so. Returns what to call where it is taken back."""
+        """Note a visible snapshot for the next renewal. Returns a function to call if the snapshot is taken back."""
         before = self._newest.get(run_uid)
         noted = self._newest[run_uid] = max((generation, step), before or (generation, step))
 
         def forget() -> None:
-            if self._newest.get(run_uid) == noted != before:  # else another one is the newest by now
+            if self._newest.get(run_uid) == noted != before:  # else another snapshot is the newest by now
                 self._newest.pop(run_uid)
                 if before is not None:
                     self._newest[run_uid] = before
@@ -210,20 +210,20 @@ class BucketOwner:
             self.note_snapshot(record.run_uid, *record.newest)
 
     def hold(self) -> None:
-        """Renew what the world that was entered last has: its own writer may be gone, and the next world stands later,
-        whose generation does not count before."""
+        """Renew the record for the world that was entered last: its writer may be lost, and the next world may take
+        long to form. Its generation counts only then."""
         if self._mine is not None and self._stop is None:
             self.renew_in_background()
 
     def renew_in_background(self) -> None:
-        """Say from now on that the job lives: once `take` has made the snapshots its own, a large state is read. What
-        keeps it from saying so goes to `warn`, once until it can again."""
+        """Renew the record on a thread from now on. The first call follows `take`, before a large state is read. Passes
+        a failure to `warn`, once per outage."""
         self.release()
         self._stop = threading.Event()
         threading.Thread(target=self._renew, args=(self._stop,), name="bucket-owner", daemon=True).start()
 
     def release(self) -> None:
-        """Renew it no more: this process is no member of the job any more, and others may be."""
+        """Stop renewing: this process is no member of the job any more, while others may be."""
         if self._stop is not None:
             self._stop.set()
             self._stop = None
@@ -234,31 +234,31 @@ class BucketOwner:
             try:
                 self._put(stop)
                 is_told = False
-            except OwnershipLost:  # the thread that trains finds it in `_lost`
+            except OwnershipLost:  # the training thread finds it in `_lost`
                 return
-            except ObjectStoreError as error:  # a job that takes over is found out by the next put that goes through
+            except ObjectStoreError as error:  # the next put that succeeds notices a takeover
                 if not is_told and not stop.is_set():
                     self.warn(f"{error}; another job may take the snapshots over until that works again")
                 is_told = True
             stop.wait(RENEWAL_SECONDS)
 
     def raise_if_lost(self) -> None:
-        """Costs nothing. Raises: OwnershipLost: found out since the last world."""
+        """Check without a request. Raises: OwnershipLost: a put has noticed it since the last world was entered."""
         lost = self._lost
         if lost is not None and lost[0] is self._mine:
             raise lost[1]
 
     def check(self) -> None:
-        """Renew the record now; called right before something becomes visible.
+        """Renew the record now; called right before a snapshot becomes visible.
 
         Raises:
-            OwnershipLost: another job has the snapshots. NewerGeneration: this one has, in a newer generation.
-            ObjectStoreError: it cannot be found out.
+            OwnershipLost: another job owns the snapshots. NewerGeneration: this job does, in a newer generation.
+            ObjectStoreError: the store does not answer.
         """
         self._put(None)
 
     def leave(self) -> None:
-        """Say that the job has left, so that the next one need not wait. One try: that one waits otherwise."""
+        """Record that the job has left, so that the next job need not wait. Tries only once."""
         self.release()
         if self._mine is None:
             return
@@ -272,7 +272,7 @@ class BucketOwner:
         store = store or self._store
         if not self._lock.acquire(timeout=timeout_seconds):
             return
-        mine = self._mine  # not before: a world that was entered meanwhile has put its own generation
+        mine = self._mine  # read under the lock: a world entered meanwhile may have put its own generation
         assert mine is not None, "a world has been entered"
         try:
             while stop is None or not stop.is_set():
@@ -291,7 +291,7 @@ class BucketOwner:
             self._lock.release()
 
     def _judge(self, stored: Stored | None, mine: BucketRecord) -> str:
-        """The version that may be replaced."""
+        """Check that this process may replace a record, and return its version. Raises: OwnershipLost."""
         record = BucketRecord.of(stored)
         if stored is None or record is None:
             raise OwnershipLost(f"{self._store} has no valid {OWNER_RECORD} any more; {stops(mine.generation)}")

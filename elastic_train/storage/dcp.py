@@ -1,7 +1,7 @@
-"""Weights in the format of torch.distributed.checkpoint: a folder, one file per rank that wrote, and `.metadata`.
+"""Weights in the format of torch.distributed.checkpoint: a folder with a file per writing rank, and `.metadata`.
 
-That file is a pickle, and torch loads it as one, which runs whatever code it holds. Here only the classes that such
-metadata is made of are let in, and only tensors are asked for: other values are pickles as well.
+`.metadata` is a pickle, and torch unpickles it, which runs any code in it. This module allows only the classes of such
+metadata, and loads only tensors, because other values are pickles as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 METADATA_FILE = ".metadata"
 CONTAINERS = ("app", "model", "state_dict")
-"""names under which training scripts nest a model, the outer ones first"""
+"""Names under which training scripts nest a model, the outer ones first."""
 _ALLOWED = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -52,10 +52,10 @@ def is_dcp(path: Path) -> bool:
 
 
 def write_dcp(weights: Mapping[str, Any], path: Path) -> None:
-    """Write a state dict as `{"model": weights}`, whole or not at all. The folder must be a new or an empty one.
+    """Write a state dict as `{"model": weights}`, whole or not at all. The folder must be new or empty.
 
     Raises:
-        SnapshotError: it cannot be written, or holds something already.
+        SnapshotError: the folder cannot be written, or is not empty.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -66,7 +66,7 @@ def write_dcp(weights: Mapping[str, Any], path: Path) -> None:
         try:
             with _alone():
                 save({"model": dict(weights)}, storage_writer=FileSystemWriter(draft), no_dist=True)
-            os.rename(draft, path)  # replaces an empty folder, and nothing else
+            os.rename(draft, path)  # replaces only an empty folder
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         fsync_directory(path.parent)
@@ -77,10 +77,10 @@ def write_dcp(weights: Mapping[str, Any], path: Path) -> None:
 
 
 def read_dcp(path: Path) -> dict[str, Tensor]:
-    """The weights of a model, whole, whatever ranks wrote which parts of them; other tensors are not read.
+    """Read the complete weights of a model, however ranks divided them; other tensors are not read.
 
     Raises:
-        SnapshotError: it cannot be read, promises what its files do not have, or holds more than metadata may.
+        SnapshotError: the folder cannot be read, or its metadata has foreign classes, or more bytes than the files.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -116,7 +116,7 @@ def _read_metadata(path: Path) -> Metadata:
             found = _MetadataUnpickler(file).load()
     except OSError as error:
         raise SnapshotError(f"{path / METADATA_FILE} cannot be read: {cause_of(error)}") from error
-    except Exception as error:  # whatever bytes that are no pickle make of the unpickler
+    except Exception as error:  # bytes that are no pickle can cause any error in the unpickler
         raise SnapshotError(f"{path / METADATA_FILE} is none that can be read: {first_line(error)}") from error
     if not isinstance(found, Metadata):
         raise SnapshotError(f"{path / METADATA_FILE} is none that can be read: it holds a {type(found).__name__}")
@@ -124,14 +124,14 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _require_files(path: Path, metadata: Metadata) -> None:
-    """Raises: SnapshotError: a file that it names lies outside."""
+    """Raises: SnapshotError: the metadata names a file outside the folder."""
     for info in metadata.storage_data.values():
         if Path(info.relative_path).name != info.relative_path:
             raise SnapshotError(f"{path}: {info.relative_path!r} is not the name of a file in it")
 
 
 def _names_of_weights(metadata: Metadata) -> dict[str, str]:
-    """The tensors of the model: its own name for each by the one in the metadata, which is a path joined by dots."""
+    """The model's name of each of its tensors, by the name in the metadata, which is a path joined by dots."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     paths = {flat: (flat,) for flat in metadata.state_dict_metadata} | dict(metadata.planner_data or {})
@@ -148,7 +148,7 @@ def _names_of_weights(metadata: Metadata) -> dict[str, str]:
 
 
 def _allocate(path: Path, described: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Raises: SnapshotError: more is promised than the files have."""
+    """Allocate the tensors. Raises: SnapshotError: the metadata promises more bytes than the files have."""
     promised = sum(math.prod(one.size) * one.properties.dtype.itemsize for one in described.values())
     present = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     if promised > present:
@@ -160,7 +160,7 @@ def _reader(path: Path, metadata: Metadata) -> Any:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     class SafeReader(FileSystemReader):
-        """Does not unpickle the metadata anew."""
+        """Returns the metadata that is already read, and does not unpickle it again."""
 
         def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:
             return metadata
@@ -170,12 +170,12 @@ def _reader(path: Path, metadata: Metadata) -> Any:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Without the warning that this is one process: it is meant to be."""
+    """Suppress torch's warning that this is a single process, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
 
 
 def _cause_in(error: Any) -> str:
-    """Of torch's exception, which is no Exception and has those of all ranks."""
+    """The messages in torch's CheckpointException, which is no Exception and holds the errors of all ranks."""
     return "; ".join(first_line(one) or type(one).__name__ for one, _ in error.failures.values())

@@ -1,20 +1,19 @@
-"""Who may write into the run directory, and into the folder of a --snapshot-dir.
+"""Ownership of a run directory, and of the folder of --snapshot-dir: which job may write there.
 
-All workers of one job write into it at once, from one node or from several, and say so with one `job_token`. Another
-job is refused while a process of the first one lives; once none does, or all of them are stopped (SIGSTOP), it takes
-over. Two things in the directory hold this together:
+All workers of one job write into the directory at once, from one or several nodes; they share one `job_token`. Another
+job is refused while a process of the first job lives. It takes over once none lives, or all are stopped (SIGSTOP). Two
+files in the directory implement this:
 
-- `.owner-<job_token>.lock`, one per job, under a shared flock for as long as a worker of the job lives. The kernel
-  drops the flock with the process, however it ends, so there is nothing to clean up after SIGKILL. The file holds one
-  line per worker (host, pid, time); the claim of the next job removes it.
-- `owner.json`: the job and the generation that own the directory now. A claim replaces it, and `check_owner` reads it
-  before whatever must not be written by a process that was replaced while it was stopped or cut off.
+- `.owner-<job_token>.lock`, one per job, under a shared flock as long as a worker of the job lives. The kernel drops
+  the flock when the process ends in any way, so SIGKILL leaves nothing to clean up. The file holds one line per worker
+  (host, pid, time); the claim of the next job deletes it.
+- `owner.json`: the job and generation that own the directory now. A claim replaces it. `check_owner` reads it before
+  each write that a process must not make if it was replaced while it was stopped or cut off.
 
-An flock belongs to the open file and not to the process, and fork() hands it on: a DataLoader child that outlived its
-worker would make the directory look in use until it noticed. A child of `os.fork` (multiprocessing, DataLoader)
-therefore closes its copy as soon as it runs, and O_CLOEXEC does the same at exec. A child that C code forks behind
-Python's back keeps the lock until it ends: a claim waits some seconds for that, and then says that the process itself
-has ended.
+An flock belongs to the open file, not to the process, and fork() passes it on: a DataLoader child that outlives its
+worker would make the directory look in use for some seconds. Therefore a child of `os.fork` (multiprocessing,
+DataLoader) closes its copy as soon as it runs, and O_CLOEXEC does the same at exec. A child that C code forks without
+Python keeps the lock until it ends. A claim waits some seconds for that, and then reports that the process has ended.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ from elastic_train.world import host_name
 CLAIM_LOCK = ".claim.lock"
 OWNER_RECORD = "owner.json"
 CLAIM_TIMEOUT = timedelta(seconds=30)
-"""while others claim the directory, each for milliseconds"""
+"""The longest wait for claims of other processes, each of which takes milliseconds."""
 _OWNER_LOCK = re.compile(r"\.owner-(?P<token>.+)\.lock")
 _LEFT_CHILD_TIMEOUT = timedelta(seconds=6)  # a DataLoader child looks for its parent every 5 s
 _FLOCK_MISSING = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 
-# Descriptors that carry an flock of this process; see above what a fork does with them.
+# Descriptors that carry an flock of this process; a forked child closes them, as described above.
 _locked_fds: set[int] = set()
 
 
@@ -66,23 +65,23 @@ os.register_at_fork(after_in_child=_close_locks_in_child)
 
 
 def open_for_lock(path: Path) -> int:
-    # read and write: NFS wants the first for a shared lock and the second for an exclusive one
+    # O_RDWR: NFS needs read permission for a shared lock, and write permission for an exclusive one
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         if path.parent.stat().st_mode & 0o022:
-            with contextlib.suppress(OSError):  # another user's, which can be written already; or no modes there
-                os.fchmod(fd, 0o666)  # NFS gives no exclusive lock on what can only be read, as a umask leaves it
+            with contextlib.suppress(OSError):  # owned by another user, and writable already; or no modes there
+                os.fchmod(fd, 0o666)  # against a umask: NFS gives no exclusive lock on a read-only file
     except PermissionError:
         if not path.exists():
             raise
-        # Another user's, in a folder that a group shares.
+        # A file of another user, in a folder that a group shares.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     _locked_fds.add(fd)
     return fd
 
 
 def close_lock(fd: int) -> None:
-    """Drop the flock, also where a child that another thread forked right now has a copy of this open file."""
+    """Drop the flock, even if a child that another thread has just forked holds a copy of this open file."""
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     _locked_fds.discard(fd)
@@ -90,11 +89,11 @@ def close_lock(fd: int) -> None:
 
 
 class Ownership:
-    """Which job has one directory, and this process's claim on it. Not for use by several threads at once, except
-    `check_owner`, which any thread may call; one at a time where snapshots lie elsewhere (`OwnershipWithSnapshots`).
+    """The ownership of one directory, and this process's claim on it. Not thread-safe, except `check_owner`: any thread
+    may call that, but only one at a time if snapshots are elsewhere (`OwnershipWithSnapshots`).
 
     Args:
-        name: of the directory in messages; `flag`, by which another one is chosen.
+        name: the directory's name in messages. `flag`: the flag that chooses another directory.
     """
 
     def __init__(
@@ -117,31 +116,31 @@ class Ownership:
         is_leader: bool = True,
         timeout: timedelta = CLAIM_TIMEOUT,
     ) -> str | None:
-        """Take the directory for a job, or join the workers of the job that has it. Called by every worker at every
-        generation; holds the lock of the job until `release` or the end of the process. Blocks for milliseconds, one
-        worker after the other.
+        """Claim the directory for a job, or join the workers of the job that owns it. Every worker calls this at every
+        generation, and holds the lock of the job until `release` or the end of the process. Blocks for milliseconds,
+        one worker after the other.
 
         Args:
-            is_leader: whether this worker speaks for all in its world that share the directory. The others only look
-                whether their job still has it, once they have claimed it: the generation is the same for all.
-            timeout: for a claim of another process that hangs half-way.
+            is_leader: whether this worker claims for all members of its world that share the directory. After their
+                first claim the others only check that their job still owns it: the generation is the same for all.
+            timeout: the longest wait for another process that hangs during its claim.
 
         Returns:
-            A warning for the log where the file system has no flock, or one for each host alone, so that a second job
-            cannot be noticed; where snapshots have a claim of their own, one of each, in a line.
+            A warning for the log if the file system has no flock, or a separate one for each host, so that a second
+            job is not noticed. With a separate claim for snapshots, a line for each of the two.
 
         Raises:
-            RunDirectoryInUse: a live process of another job has it.
-            OwnershipLost: this process had it, and another job has taken it over since. RunDirectoryGone: it had, and
-                the directory was removed or moved (`claim_anew`).
-            RunDirectoryError: it cannot be written to.
+            RunDirectoryInUse: a live process of another job owns the directory.
+            OwnershipLost: this process owned it, and another job has taken it over since.
+            RunDirectoryGone: this process owned it, and it was removed or moved (`claim_anew`).
+            RunDirectoryError: the directory cannot be written to.
         """
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", job_token):
             raise ValueError(f"job_token {job_token!r} cannot be part of a file name")
         if self._token not in (None, job_token):
             raise ValueError(f"{self._name} is claimed for job {self._token} already, not for {job_token}")
         try:
-            self._refuse_if_replaced(job_token, generation)  # said also where the lock cannot be had
+            self._refuse_if_replaced(job_token, generation)  # first: it matters more than a lock that fails
             if self._token is not None and not is_leader:
                 return None
             warning = self._take_in_turn(job_token, generation, host, timeout, self._refuse_if_replaced)
@@ -154,9 +153,9 @@ class Ownership:
         return warning
 
     def claim_anew(self, job_token: str, generation: int, host: str) -> None:
-        """As `claim`, of a directory that was removed or moved while this process had it, and that is there again.
+        """Claim a directory, as `claim`, that was removed or moved while this process owned it, and exists again.
 
-        Raises: OwnershipLost: another job has it by now. RunDirectoryError: it cannot be written to.
+        Raises: OwnershipLost: another job owns it by now. RunDirectoryError: it cannot be written to.
         """
         try:
             self._take_in_turn(job_token, generation, host, CLAIM_TIMEOUT, self._let_go_of_gone)
@@ -167,13 +166,12 @@ class Ownership:
         self._token = job_token
 
     def check_owner(self, job_token: str, generation: int) -> None:
-        """Called right before something becomes visible that a replaced process must not write (a snapshot,
-        result.json). One small read.
+        """Check the owner record with one small read. Called right before a file becomes visible that a replaced
+        process must not write (a snapshot, result.json).
 
         Raises:
-            OwnershipLost: another job has the directory. NewerGeneration: this one has, in a newer generation.
-            RunDirectoryGone: nobody has; it was removed or moved.
-            RunDirectoryError: the record of the owner cannot be read.
+            OwnershipLost: another job owns the directory. NewerGeneration: this job does, in a newer generation.
+            RunDirectoryGone: the directory was removed or moved. RunDirectoryError: the record cannot be read.
         """
         try:
             owner = self._require_own(job_token, generation)
@@ -185,26 +183,25 @@ class Ownership:
             )
 
     def check_snapshots(self, job_token: str, generation: int) -> None:
-        """As `check_owner`, where snapshots lie, and nowhere else."""
+        """Check the owner as `check_owner`, but only of the folder of snapshots."""
         self.check_owner(job_token, generation)
 
     def read(self) -> Owner | None:
-        """The owner, as its record says; None where there is no valid one. Raises OSError other than for a missing
-        file."""
+        """Read the owner record; None if there is no valid one. Raises OSError other than for a missing file."""
         try:
             return owner_of(self._record_path.read_bytes())
         except FileNotFoundError:
             return None
 
     def release(self) -> None:
-        """Give the claim up. `owner.json` stays as a record, and the lock file for the next job to remove: where flock
-        holds for one host alone, this worker cannot tell whether it is the last one of its job."""
+        """Give up the claim. `owner.json` stays, and so does the lock file, which the next job deletes: with an flock
+        per host this worker cannot know whether it is the last of its job."""
         if self._lock_fd is not None and self._lock_pid == os.getpid():
             close_lock(self._lock_fd)
         self._lock_fd = self._token = None
 
     def _require_own(self, job_token: str, generation: int) -> Owner:
-        """Raises: OwnershipLost, RunDirectoryGone, and OSError where the record cannot be read."""
+        """Raises: OwnershipLost, RunDirectoryGone, or OSError if the record cannot be read."""
         try:
             owner = owner_of(self._record_path.read_bytes())
         except FileNotFoundError:
@@ -220,12 +217,12 @@ class Ownership:
 
     @property
     def _has_its_lock(self) -> bool:
-        """Whether the lock of this process is on the file that others look at."""
+        """Whether this process has locked the file that is still at the lock's path."""
         if self._lock_fd is None or self._token is None:
             return False
         try:
             return os.path.samestat(os.fstat(self._lock_fd), self._owner_lock_path(self._token).stat())
-        except OSError:  # it is not there any more, or a file server has forgotten it
+        except OSError:  # the file was deleted, or a file server has forgotten it
             return False
 
     def _owner_lock_path(self, token: str) -> Path:
@@ -233,7 +230,7 @@ class Ownership:
 
     @contextlib.contextmanager
     def _claim_lock(self, timeout: timedelta) -> Iterator[None]:
-        """Hold `.claim.lock`. Raises OSError where flock is not supported, RunDirectoryError after `timeout`."""
+        """Hold `.claim.lock`. Raises OSError if flock is not supported, RunDirectoryError after `timeout`."""
         fd = open_for_lock(self._path / CLAIM_LOCK)
         try:
             if not try_flock(fd, fcntl.LOCK_EX, timeout):
@@ -250,7 +247,7 @@ class Ownership:
     def _take_in_turn(
         self, job_token: str, generation: int, host: str, timeout: timedelta, look: Callable[[str, int], None]
     ) -> str | None:
-        """One process after the other, each after its `look`. Returns as `claim`. Raises: OSError; what `look` does."""
+        """Call `look` and then claim, under `.claim.lock`. Returns as `claim`. Raises: OSError; errors of `look`."""
         try:
             with self._claim_lock(timeout):
                 look(job_token, generation)
@@ -270,7 +267,7 @@ class Ownership:
         )
 
     def _let_go_of_gone(self, job_token: str, generation: int) -> None:
-        """Of the lock in a directory that is gone. Raises: OwnershipLost: another job has what is in its place."""
+        """Release the lock in a directory that was removed. Raises: OwnershipLost: another job owns the new one."""
         with contextlib.suppress(RunDirectoryGone):
             self._require_own(job_token, generation)
         if self._lock_fd is not None and not self._has_its_lock:
@@ -280,8 +277,8 @@ class Ownership:
     def _take(self, job_token: str, generation: int, host: str) -> None:
         owner = self.read()
         if owner is None or owner.job_token != job_token:
-            # Where the record is ours the others were judged before; one of them may have been stopped then and
-            # run now, on its way to finding out.
+            # If the record is ours, other jobs were checked before. A process that was stopped then may run now; it
+            # will soon find out that it was replaced.
             other = _living_other(self._path, job_token, owner, host)
             if other is not None:
                 raise RunDirectoryInUse(
@@ -295,18 +292,18 @@ class Ownership:
         self._record_owner(job_token, generation, host)
 
     def _refuse_if_replaced(self, job_token: str, generation: int) -> None:
-        """A process that has lost the directory does not get it back, even when the job that replaced it has ended:
-        that job has trained further."""
+        """Raise OwnershipLost if another job has replaced this one, even if that job has ended: it has trained further.
+        Raises RunDirectoryGone if the directory was removed or moved."""
         if self._token is None:
             return
         self._require_own(job_token, generation)
-        if self._lock_fd is not None and not self._has_its_lock:  # and another worker has made it anew
+        if self._lock_fd is not None and not self._has_its_lock:  # another worker has created it anew
             raise self._gone(generation)
 
     def _lock_job(self, job_token: str, host: str) -> None:
         fd = open_for_lock(self._owner_lock_path(job_token))
         try:
-            # Exclusive locks on it are only tried under the claim lock, which we have: this cannot fail for long.
+            # Exclusive locks on it are only tried under the claim lock, which we hold: this cannot fail for long.
             if not try_flock(fd, fcntl.LOCK_SH):
                 raise OSError(errno.EWOULDBLOCK, f"{self._owner_lock_path(job_token).name} is locked exclusively")
             _, started = process_stat(os.getpid())
@@ -333,7 +330,7 @@ class Ownership:
 
 
 def _living_other(directory: Path, job_token: str, owner: Owner | None, host: str) -> str | None:
-    """Remove the locks of jobs that are over; tell of one that lives."""
+    """Delete the locks of jobs that have ended; return a description of a job that lives, or None."""
     for path in sorted(directory.iterdir()):
         match = _OWNER_LOCK.fullmatch(path.name)
         if match is None or match["token"] == job_token:
@@ -346,7 +343,7 @@ def _living_other(directory: Path, job_token: str, owner: Owner | None, host: st
             holders = read_holders(fd)
             states = [process_state(holder) if holder.host == host else "?" for holder in holders]
             if "T" in states and all(state in ("T", None) for state in states):
-                continue  # stopped; the new owner record fences it out before it can run on
+                continue  # stopped; the new owner record fences it off before it can run on
             living = [holder for holder, state in zip(holders, states, strict=True) if state not in ("T", None)]
             if holders and not living and try_flock(fd, fcntl.LOCK_EX, _LEFT_CHILD_TIMEOUT):
                 path.unlink()
@@ -366,7 +363,7 @@ def _living_other(directory: Path, job_token: str, owner: Owner | None, host: st
 
 
 def unusable(name: str, what: str, error: OSError, flag: str = "--run-dir") -> RunDirectoryError:
-    """The error to raise where a directory cannot be used."""
+    """The error for a directory that cannot be used."""
     return RunDirectoryError(f"{name} {what}: {cause_of(error)}; choose another {flag}")
 
 

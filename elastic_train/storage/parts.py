@@ -1,4 +1,4 @@
-"""The bytes of a state as parts: cut and sent while they are made, fetched several at a time and joined in order."""
+"""The bytes of a state as parts: sent while later ones are still produced; fetched in parallel and joined in order."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from typing import Any
 from elastic_train.errors import SnapshotDamaged, SnapshotError
 
 PART_BYTES = 2**24
-"""16 MiB: at 1 Gbit/s they take longer than two round trips of 50 ms, and three are on their way at once; at 200 Mbit/s
-these take 2 s, should they be given up. The four that are in memory are small beside a state that has many"""
+"""16 MiB. At 1 Gbit/s a part takes longer than two round trips of 50 ms. At 200 Mbit/s the three in flight take 2 s to
+arrive if a snapshot is given up. The four in memory are small compared to a state of many parts."""
 MOST_PART_BYTES = 2**28
-"""that is read at once, whatever a manifest says"""
+"""The largest part that is read, whatever a manifest says."""
 AT_ONCE = 3
-"""parts on their way: one connection of TCP seldom fills a line"""
+"""Parts in flight: a single TCP connection seldom saturates the network."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """An object with a share of a file's bytes."""
+    """An object that holds a piece of a file."""
 
     name: str
     bytes: int
     sha256: str
     host: str
-    """that wrote it"""
+    """The host that wrote it."""
 
     @staticmethod
     def from_fields(fields: Mapping[str, Any], prefix: str) -> Part:
-        """Raises: KeyError, TypeError, ValueError: they are not those of a part whose name begins so."""
+        """Raises: KeyError, TypeError, ValueError: the fields are not those of a part with this prefix in its name."""
         part = Part(str(fields["name"]), fields["bytes"], str(fields["sha256"]), str(fields["host"]))
         if not part.name.startswith(prefix) or "/" in part.name or "\0" in part.name:
             raise ValueError(f"{part.name!r} is not the name of a part")
@@ -44,11 +44,11 @@ class Part:
 
 
 class PartSender:
-    """Sends objects, AT_ONCE of them at a time, each by a thread of its own.
+    """Sends objects, AT_ONCE of them at a time, each on its own thread.
 
     Args:
-        put: sends one. Blocks; raises ObjectStoreError.
-        is_given_up: whether the rest need not be sent any more: `finish` raises SnapshotError then.
+        put: sends one object. Blocks; raises ObjectStoreError.
+        is_given_up: whether the rest is no longer needed; `finish` raises SnapshotError then.
     """
 
     def __init__(self, put: Callable[[str, bytearray], None], is_given_up: Callable[[], bool] = lambda: False) -> None:
@@ -57,11 +57,11 @@ class PartSender:
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        """of what the rate is made of"""
+        """Guards the fields that `rate` is computed from."""
         self._num_moving, self._began_at = 0, 0.0
         self._seconds, self._bytes = 0.0, 0
         self.names: list[str] = []
-        """of all that may have been sent"""
+        """The names of all objects that may have been sent."""
 
     def has_failed(self) -> bool:
         if self._error is None and self._is_given_up():
@@ -70,11 +70,11 @@ class PartSender:
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second in which something was on its way; None before one is there."""
+        """Bytes per second of time with a part in flight; None before the first part has arrived."""
         return self._bytes / self._seconds if self._seconds else None
 
     def send(self, name: str, data: bytearray) -> None:
-        """Blocks while AT_ONCE are on their way. Never raises: `finish` does. After an error nothing more is sent."""
+        """Send an object; blocks while AT_ONCE are in flight. Errors are raised by `finish`, and end all sending."""
         if self.has_failed():
             return
         self._slots.acquire()
@@ -83,7 +83,7 @@ class PartSender:
                 self._began_at = time.monotonic()
             self._num_moving += 1
         self.names.append(name)
-        # No pool: its threads would keep a process that has given up on the store from ending.
+        # No pool: its threads would prevent the exit of a process that has given up on the store.
         thread = threading.Thread(target=self._run, args=(name, data), name="snapshot-part", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -96,7 +96,7 @@ class PartSender:
                     now = time.monotonic()
                     self._bytes, self._seconds = self._bytes + len(data), self._seconds + now - self._began_at
                     self._began_at = now
-        except BaseException as error:  # not handled here: finish() gives it to the thread that writes
+        except BaseException as error:  # not handled here: finish() raises it in the writing thread
             self._error = self._error or error
         finally:
             with self._lock:
@@ -104,13 +104,13 @@ class PartSender:
             self._slots.release()
 
     def finish(self) -> None:
-        """Wait for all. Raises: what a `put` has; SnapshotError where it was given up, for then not all came here."""
+        """Wait for all objects. Raises: an error of `put`; SnapshotError if given up, as then not all were sent."""
         self.wait()
         if self.has_failed() and self._error is not None:
             raise self._error
 
     def wait(self) -> None:
-        """Until nothing is on its way."""
+        """Wait until no object is in flight."""
         for thread in self._threads:
             thread.join()
 
@@ -118,7 +118,7 @@ class PartSender:
 def each(
     function: Callable[[str], object], names: Iterable[str], is_given_up: Callable[[], bool] = lambda: False
 ) -> None:
-    """Call a function for each name, AT_ONCE of them at a time. Raises: what a call has; as `PartSender.finish`."""
+    """Call a function for each name, AT_ONCE at a time. Raises: an error of the function; as `PartSender.finish`."""
 
     def call(name: str, _nothing: bytearray) -> None:
         function(name)
@@ -130,12 +130,12 @@ def each(
 
 
 class PartStream:
-    """What is written here is cut into parts, each sent by a thread of its own while the next ones are made. `write`
-    blocks while AT_ONCE of them are on their way, so that memory is bounded.
+    """A file for torch.save that cuts the bytes into parts and sends each on its own thread, while the next ones are
+    produced. `write` blocks while AT_ONCE parts are in flight, so that memory is bounded.
 
     Args:
-        name_of: of a part, by its number.
-        put, is_given_up: as of a `PartSender`.
+        name_of: returns the name of a part by its number.
+        put, is_given_up: as for `PartSender`.
     """
 
     def __init__(
@@ -153,11 +153,11 @@ class PartStream:
 
     @property
     def names(self) -> list[str]:
-        """Of all parts that may have been sent."""
+        """The names of all parts that may have been sent."""
         return self._sender.names
 
     def write(self, data: bytes | memoryview) -> int:
-        """Never raises, for torch.save calls it from C++: `finish` does. After an error nothing more is kept."""
+        """Write bytes; drop them after an error, which `finish` raises, because torch.save calls this from C++."""
         view = memoryview(data).cast("B")
         written = len(view)
         while len(view) and not self._sender.has_failed():
@@ -178,25 +178,25 @@ class PartStream:
         self._sent[name] = part
 
     def finish(self) -> list[Part]:
-        """Send the rest, and wait for all. Raises: what a `put` has."""
+        """Send the rest and wait for all parts. Raises: an error of `put`; SnapshotError if given up."""
         if self._buffer:
             self._send()
         self._sender.finish()
         return [self._sent[name] for name in self.names]
 
     def wait(self) -> None:
-        """Until no part is on its way."""
+        """Wait until no part is in flight."""
         self._sender.wait()
 
 
 def fetch(parts: Iterable[Part], get: Callable[[str], bytes | None]) -> Iterator[bytes]:
-    """The bytes of parts, in their order, AT_ONCE of them in memory; each is as its manifest promises.
+    """Yield the bytes of parts in order, each verified by its size and SHA-256; at most AT_ONCE are in memory.
 
     Args:
-        get: fetches an object by its name; None where there is none.
+        get: fetches an object by its name; None if there is none.
 
     Raises:
-        SnapshotDamaged: one is missing, or another. ObjectStoreError: the store does not answer.
+        SnapshotDamaged: a part is missing or damaged. ObjectStoreError: the store does not answer.
     """
 
     def one(part: Part) -> bytes:

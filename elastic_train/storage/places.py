@@ -1,4 +1,4 @@
-"""Where snapshots are, as a person writes it: a folder, a run directory, one snapshot, or the URL of any of them."""
+"""Places of snapshots, as a person types them: a folder, a run directory, one snapshot, or the URL of any of them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from elastic_train.storage.store_urls import StoreUrl, is_url, parse_url
 from elastic_train.world import host_name
 
 HEAD_LINES = 4
-"""of a file of events, among which a process has its start"""
+"""Lines at the beginning of an event file, among which is the event `start` of the process."""
 
 
 class OwnedBucket(Bucket):
-    """The snapshots of a job, below a URL that it owns."""
+    """The snapshots of a job below a URL, with the record of their owner."""
 
     def __init__(self, url: StoreUrl) -> None:
         super().__init__(ObjectStore(url))
@@ -54,16 +54,15 @@ class OwnedBucket(Bucket):
 
 @functools.lru_cache
 def bucket_at(url: str) -> OwnedBucket:
-    """One for the life of the process: connections are kept, and what is known of its owner.
+    """The bucket at a URL; cached for the life of the process, to keep connections and knowledge of the owner.
 
-    Raises:
-        UsageError: it is no URL that works here, or a package is missing.
+    Raises: UsageError: the URL is not supported, or a package is missing.
     """
     return OwnedBucket(parse_url(url, "--snapshot-dir"))
 
 
 def place_at(text: str | os.PathLike[str]) -> SnapshotPlace | SnapshotFolder:
-    """What a path or a URL names: one snapshot, or a place of many. Raises: UsageError: it is no URL that works."""
+    """The place that a path or URL names: one snapshot, or a place of many. Raises: UsageError: an unsupported URL."""
     if not is_url(text):
         return Path(text)
     url = parse_url(str(text))
@@ -76,17 +75,18 @@ def place_at(text: str | os.PathLike[str]) -> SnapshotPlace | SnapshotFolder:
 def copy_snapshot(
     source: str, target: str, *, warn: Callable[[str], None], key: bytes | None = None
 ) -> tuple[SnapshotInfo, str]:
-    """Copy a snapshot, or the newest whole one of a place of many, to a folder, a URL, or where a start looks for those
-    of a run directory; there it is whole or absent. One that is there stays; a damaged copy of it is replaced, and
-    `warn` told. With a key, one that it has signed. Returns it, and where it is now.
+    """Copy a snapshot, or the newest whole one of a place of many; return it, and its new place.
+
+    The target is a folder, a URL, or a run directory, where a start of the run finds it. The copy is whole or absent.
+    An existing whole copy stays; a damaged one is replaced, with a line to `warn`. With a key only signed ones count.
 
     Raises:
-        SnapshotError: there is none, another one is in its place, or it cannot be written. UsageError: as `place_at`.
+        SnapshotError: no snapshot, another one at the target, or it cannot be written. UsageError: as `place_at`.
     """
     folder = _target_at(target)
     with _open_whole(place_at(source), warn, key) as (info, manifest, file):
         manifest.pop("parts", None)
-        name = name_of(info.step, info.generation, info.host)  # its folder may be called anything
+        name = name_of(info.step, info.generation, info.host)  # the source folder may have any name
 
         def fill(into: IO[bytes]) -> None:
             shutil.copyfileobj(file, into)
@@ -108,19 +108,19 @@ def copy_snapshot(
 
 
 def _target_at(text: str) -> SnapshotFolder:
-    """What a copy is to lie in. Raises: as `copy_snapshot`."""
+    """The folder or bucket for a copy. Raises: as `copy_snapshot`."""
     place = place_at(text)
     if not isinstance(place, Path | Bucket) or is_snapshot(place):
         raise SnapshotError(f"{text} names one snapshot: name what it is to lie in")
     if not isinstance(place, Path) or not (place / "events").is_dir():
         return place
     found = snapshots_in(place)
-    return folder_by({}, place) if found == place else found  # it has none yet
+    return folder_by({}, place) if found == place else found  # equal if it has no folder of snapshots yet
 
 
 def _require_left(folder: Bucket, place: BucketSnapshot, key: bytes | None) -> None:
-    """A job that trains there takes parts of an earlier generation, while they have no manifest, for a killed writer's.
-    Raises: SnapshotError: it has deleted some; then the rest is deleted, too. SnapshotDenied: nobody can tell."""
+    """Check that a job that trains there has not deleted parts, which without a manifest look like a killed writer's.
+    Raises: SnapshotError: parts are missing; the rest is deleted, too. SnapshotDenied: the store refused the check."""
     try:
         place.read_info(key)
     except SnapshotDenied as error:
@@ -131,10 +131,10 @@ def _require_left(folder: Bucket, place: BucketSnapshot, key: bytes | None) -> N
 
 
 def _is_whole_copy(place: SnapshotPlace, info: SnapshotInfo, key: bytes | None, warn: Callable[[str], None]) -> bool:
-    """Whether what is in a place is this snapshot, to the last byte; False where it was, and is damaged.
+    """Whether a place holds an undamaged copy of this snapshot; False if the copy is damaged.
 
     Raises:
-        SnapshotError: it is another one, or may be: who copies removes nothing that is only there.
+        SnapshotError: the place holds another snapshot, or may do so: a copy must not replace the only one.
     """
     try:
         there = read_manifest(place, key) if isinstance(place, Path) else info_of(place.read_manifest(), place, key)
@@ -154,7 +154,7 @@ def _is_whole_copy(place: SnapshotPlace, info: SnapshotInfo, key: bytes | None, 
 def _open_whole(
     place: SnapshotPlace | SnapshotFolder, warn: Callable[[str], None], key: bytes | None
 ) -> Iterator[tuple[SnapshotInfo, dict[str, Any], IO[bytes]]]:
-    """A snapshot, or the newest whole one of a place of many, with its manifest and its state, which is read once."""
+    """Open a snapshot, or the newest whole one of a place of many: its info, manifest and verified state file."""
     is_one = is_snapshot(place)
     infos = [read_info(place, key)] if is_snapshot(place) else find_snapshots(snapshots_in(place), warn=warn, key=key)
     with contextlib.ExitStack() as stack:
@@ -174,7 +174,7 @@ def _open_whole(
 
 
 def _manifest_of(info: SnapshotInfo) -> dict[str, Any]:
-    """All that it says, with its signature, which holds wherever the snapshot lies. Raises: SnapshotDamaged."""
+    """The whole manifest, with its signature, which is valid at any place. Raises: SnapshotDamaged."""
     if not isinstance(info.path, Path):
         return info.path.read_manifest()
     try:
@@ -184,8 +184,8 @@ def _manifest_of(info: SnapshotInfo) -> dict[str, Any]:
 
 
 def snapshots_in(path: SnapshotPlace | SnapshotFolder) -> SnapshotFolder:
-    """The folder of snapshots that a path, which is no snapshot, names: itself, or that of a run directory, which may
-    be elsewhere (--snapshot-dir).
+    """The folder of snapshots of a path that is no snapshot: the path itself, or for a run directory its folder, which
+    may be elsewhere (--snapshot-dir).
 
     Raises:
         SnapshotError: there is no such folder, or the run has its snapshots at a URL.
@@ -205,13 +205,13 @@ def snapshots_in(path: SnapshotPlace | SnapshotFolder) -> SnapshotFolder:
 
 
 def folder_by(config: Line, run_dir: Path) -> Path:
-    """Where the snapshots of a run are by its flags; one that is not there, for a URL."""
+    """The folder of a run's snapshots by its flags. If they are at a URL, the result is a path that does not exist."""
     given = config.get("snapshot_dir")
     return Path(given) if isinstance(given, str) else run_dir / "snapshots"
 
 
 def _newest_config(run_dir: Path) -> Line:
-    """The flags with which the run was last trained; none where there is no run."""
+    """The flags of the run's newest training; empty if there is no run."""
     files = list((run_dir / "events").glob("*.jsonl"))
     trained = [path for path in files if any(int_of(line, "generation") is not None for line in newest_first(path))]
     starts = [line for path in trained or files for line in _head(path) if line.get("event") == "start"]

@@ -1,4 +1,4 @@
-"""The run directory: the paths in it, its name, and how far the run in it came."""
+"""The run directory: its paths, its identity, and how far its run has come."""
 
 from __future__ import annotations
 
@@ -28,34 +28,35 @@ from elastic_train.storage.ownership import (
 
 _IDENTITY = ".directory-id"
 SNAPSHOTS = "snapshots"
-"""the folder of them where no --snapshot-dir says otherwise"""
+"""The folder for snapshots without --snapshot-dir."""
 _IDENTITY_LENGTH = 16
-"""characters"""
+"""In characters."""
 _CLOCKS_DIFFER = 3600.0
-"""seconds, between two machines, or between one and a file server; where it is more, a start may miss the last step of
-the last generation, and never a generation"""
+"""The allowed difference, in seconds, between the clocks of two machines, or of a machine and a file server. With more,
+a start may miss the last step of the last generation, but never a generation."""
 
 
 @dataclass(frozen=True)
 class Traces:
-    """How far the run came, by what the event files show; None where they show nothing."""
+    """How far the run has come, as its event files show; None if they show nothing."""
 
     generation: int | None
-    """the largest"""
+    """The largest."""
     reached: tuple[int, int] | None
-    """(generation, committed steps), the largest: a generation may have begun below what an earlier one had reached,
-    whose last steps were lost"""
+    """The largest (generation, committed steps). A generation may start at fewer steps than an earlier one had reached:
+    the last steps of that one were lost."""
     logged: tuple[int, int] | None
-    """the same of the steps that have an event of their own"""
+    """The same, but only of steps with an event `step`."""
 
 
 class OwnershipWithSnapshots(Ownership):
-    """Which job has a run directory, and the folder of its snapshots: another job, which has another run directory,
-    would restore this one's and prune them. The folder has a record of its own, also within the run directory: others
-    come to it by a link, or by --snapshot-dir.
+    """The ownership of a run directory and of the folder of its snapshots.
+
+    The folder has its own record, even inside the run directory: a job with another run directory could reach it by a
+    link or by --snapshot-dir, and then restore and prune these snapshots.
 
     Args:
-        snapshots: the folder; made where it is missing.
+        snapshots: the folder; created if missing.
     """
 
     def __init__(self, path: Path, snapshots: Path, *, now: Callable[[], float] = time.time) -> None:
@@ -76,17 +77,17 @@ class OwnershipWithSnapshots(Ownership):
         self._host, began = host, time.monotonic()
         warning = super().claim(job_token, generation, host, is_leader=is_leader, timeout=timeout)
         left = max(timedelta(seconds=1), timeout - timedelta(seconds=time.monotonic() - began))
-        if not self._folder.is_dir():  # of a new run, or moved aside by --fresh
+        if not self._folder.is_dir():  # a new run, or --fresh has moved the folder aside
             require_writable(self._folder, self._called)
         try:
-            # No leader: once it is claimed a look is enough, for its generation says nothing (`check_owner`).
+            # No leader: after the first claim a check is enough, because its generation is ignored (`check_owner`).
             told = self._snapshots.claim(job_token, generation, host, is_leader=False, timeout=left)
         except RunDirectoryGone:
             self._claim_folder_anew(job_token, generation)
             return warning
         if self._folder.is_relative_to(self._path):
-            return warning  # which says the same of all that lies in it
-        return "\n".join(filter(None, (warning, told))) or None  # two, for the second comes only once
+            return warning  # it covers the folder, too
+        return "\n".join(filter(None, (warning, told))) or None  # both, because the second comes only once
 
     def claim_anew(self, job_token: str, generation: int, host: str) -> None:
         super().claim_anew(job_token, generation, host)
@@ -100,7 +101,7 @@ class OwnershipWithSnapshots(Ownership):
         try:
             self._snapshots.check_owner(job_token, generation)
         except NewerGeneration:
-            pass  # of this job: whether this worker is in it is not said by a folder that all nodes may share
+            pass  # of this job. All nodes may share the folder, so its generation does not exclude this worker.
         except RunDirectoryGone:
             self._claim_folder_anew(job_token, generation)
 
@@ -109,23 +110,23 @@ class OwnershipWithSnapshots(Ownership):
         super().release()
 
     def _claim_folder_anew(self, job_token: str, generation: int) -> None:
-        """It was removed or moved: who writes the next snapshot would make it as well."""
+        """Create and claim the folder again after it was removed or moved; the next snapshot would create it anyway."""
         require_writable(self._folder, self._called)
         self._snapshots.claim_anew(job_token, generation, self._host)
 
 
 class RunDirectory:
-    """The paths in one run directory, and what is done to all of it; `ownership` says who may write into it. Not for
-    use by several threads at once, except `ownership.check_owner`, which any thread may call.
+    """The paths in one run directory, and operations on all of it. `ownership` decides which job may write there. Not
+    thread-safe, except `ownership.check_owner`, which any thread may call.
 
     Args:
-        snapshots: the folder where they lie, which is owned with the directory; None where they go to a URL.
+        snapshots: the folder of snapshots, which is claimed with the directory; None if snapshots go to a URL.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], snapshots: Path | None = None, *, now: Callable[[], float] = time.time
     ) -> None:
-        # Resolved once: the code that is trained may change the working directory, and a later launch a link.
+        # Resolved once: user code may change the working directory, and a later launch may change a link.
         self.path = Path(os.path.realpath(path))
         self._now = now
         self.snapshots_dir = self.path / SNAPSHOTS
@@ -155,11 +156,11 @@ class RunDirectory:
         return self.path / "result.json"
 
     def create(self) -> None:
-        """Make the directory where it is missing and check that files can be made in it. The folders below
-        are made by those who write into them.
+        """Create the directory if it is missing, and check that files can be created in it. Each writer creates its own
+        folder below.
 
         Raises:
-            RunDirectoryError: it cannot be made, or not be written to.
+            RunDirectoryError: the directory cannot be created or written to.
         """
         try:
             make_folder(self.path)
@@ -170,17 +171,17 @@ class RunDirectory:
             raise unusable(f"run directory {self.path}", "cannot be written to", error) from error
 
     def replace_file(self, name: str, data: bytes) -> None:
-        """Write a file that only helps: readers see it whole, and a power cut may lose it. Raises OSError."""
+        """Replace a file of minor importance: readers see it whole, but a power cut may lose it. Raises OSError."""
         draft = self.path / f".{name}.{os.getpid()}"
         draft.write_bytes(data)
         os.replace(draft, self.path / name)
 
     def identity(self, *, timeout: timedelta = timedelta(seconds=5)) -> str:
-        """A name that the directory keeps for life, made at the first call: workers that read the same one share it.
-        Blocks for milliseconds; for `timeout` where another worker ended while it made the name.
+        """A permanent random name of the directory, created at the first call. Workers that read the same name share
+        the directory. Blocks for milliseconds, or for `timeout` if another worker ended while it created the name.
 
         Raises:
-            RunDirectoryError: it cannot be written to, or holds something else in place of the name.
+            RunDirectoryError: the directory cannot be written to, or the file of the name is damaged.
         """
         path = self.path / _IDENTITY
         try:
@@ -189,7 +190,7 @@ class RunDirectory:
                     create_once(path, secrets.token_hex(_IDENTITY_LENGTH // 2).encode())
             deadline = time.monotonic() + timeout.total_seconds()
             while len(data := path.read_bytes()) < _IDENTITY_LENGTH and time.monotonic() < deadline:
-                time.sleep(0.01)  # its maker is about to write it, see `create_once`
+                time.sleep(0.01)  # another worker is about to write it, see `create_once`
         except OSError as error:
             raise unusable(f"run directory {self.path}", "cannot be written to", error) from error
         identity = data.decode(errors="replace")
@@ -199,9 +200,9 @@ class RunDirectory:
         return identity
 
     def make_anew(self, job_token: str, generation: int, host: str) -> None:
-        """Make it once more, of the same identity, for a worker of the job that has it: it was removed or moved.
+        """Create and claim the directory again, with the same identity, after it was removed or moved during the job.
 
-        Raises: as `create` and `Ownership.claim`.
+        Raises: as `create` and `Ownership.claim_anew`.
         """
         self.create()
         try:
@@ -212,19 +213,19 @@ class RunDirectory:
         self.ownership.claim_anew(job_token, generation, host)
 
     def move_aside(self) -> Path | None:
-        """Move what the directory holds, all but the locks and the owner's record, into a new sibling named
-        `<name>.<UTC time>`. A link to where snapshots lie stays, and they with it, and so does a folder that has none.
-        Called after `ownership.claim`, by one worker of the job, before anybody opens a file in it.
+        """Move all entries, except the locks and the owner's record, into a new sibling named `<name>.<UTC time>`. A
+        link to a folder of snapshots stays, and so do its snapshots; an empty folder for snapshots stays, too. One
+        worker of the job calls this after `ownership.claim`, before any worker opens a file in the directory.
 
         Returns:
-            The sibling, or None where there was nothing to move.
+            The sibling, or None if there was nothing to move.
 
         Raises:
-            RunDirectoryError: an entry cannot be moved. What was moved by then stays moved.
+            RunDirectoryError: an entry cannot be moved. Entries that were moved before stay moved.
         """
         target: Path | None = None
         try:
-            # snapshots and events go first: without them nothing is continued, should the rest fail
+            # snapshots and events first: even if the rest fails, no run can be continued without them
             entries = sorted(self.path.iterdir(), key=lambda entry: (not entry.is_dir(), entry.name))
             for entry in entries:
                 if _is_of_claim(entry) or (entry.name == SNAPSHOTS and _stays(entry)):
@@ -239,18 +240,18 @@ class RunDirectory:
         except OSError as error:
             if target is not None:
                 with contextlib.suppress(OSError):
-                    target.rmdir()  # succeeds where nothing was moved
+                    target.rmdir()  # succeeds if nothing was moved
             raise unusable(f"run directory {self.path}", "cannot be moved aside for --fresh", error) from error
         return target
 
     def traces(self) -> Traces:
-        """By the tails of the event files, each read once, the last written first.
+        """Find how far the run has come, from the ends of the event files, the newest file first; each is read once.
 
-        A run of many joins leaves thousands. Once a step of the owner's generation was found, those that were written
-        long before it are left out: generations and steps only grow.
+        A run with many joins has thousands of files. Once a step of the owner's generation is found, files that were
+        last written long before it are skipped, because generations and steps only grow.
         """
         owner = None
-        with contextlib.suppress(OSError):  # then all are read
+        with contextlib.suppress(OSError):  # all files are read then
             owner = self.ownership.read()
         generations, reached, logged = [], [], []
         last_step = (-1, -1, 0.0)
@@ -271,7 +272,7 @@ class RunDirectory:
         return Traces(max(generations, default=None), max(reached, default=None), max(logged, default=None))
 
     def _event_files(self) -> Iterator[tuple[float, Path]]:
-        """When each was last written."""
+        """Each event file with the time of its last write."""
         for path in self.events_dir.glob("*.jsonl"):
             with contextlib.suppress(FileNotFoundError):  # moved aside
                 yield path.stat().st_mtime, path
@@ -295,12 +296,11 @@ def _is_of_claim(entry: Path) -> bool:
 
 
 def _stays(snapshots: Path) -> bool:
-    """Where --fresh finds nothing to move there: a new run's folder is made and claimed before, and a run directory
-    that is a mount point could not have it moved."""
+    """Whether --fresh leaves the folder: it is a link or empty, as a new run creates it, and might be a mount point."""
     return snapshots.is_symlink() or (snapshots.is_dir() and all(map(_is_of_claim, snapshots.iterdir())))
 
 
 def default_run_dir(run_id: str) -> Path:
-    """Where no --run-dir says so, of torchrun's id."""
+    """The run directory without --run-dir, from torchrun's run id."""
     name = "default" if run_id == "none" else "".join(c if c.isalnum() or c in "._-" else "_" for c in run_id)
     return Path("runs") / name

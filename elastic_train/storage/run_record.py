@@ -1,7 +1,7 @@
-"""Which run a run directory belongs to, which of several is continued, and from which snapshot that members can see.
+"""The identity of runs: the run of a run directory, the run that a job continues, and the snapshot to continue from.
 
-A run is named by a random uid. `run.json` holds it, and those of the runs that `--fresh` has put in its place: their
-snapshots may turn up again with a node that was away.
+A run has a random uid. `run.json` holds it, and the uids of the runs that it replaced by `--fresh`: their snapshots may
+turn up again with a node that was away.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ RUN_FILE = "run.json"
 @dataclass(frozen=True)
 class RunRecord:
     uid: str
-    """"" where no run has begun yet"""
+    """"" if no run has begun yet."""
     superseded: tuple[str, ...] = ()
-    """uids of earlier runs, which are not to be continued"""
+    """The uids of earlier runs, which must not be continued."""
     is_fresh: bool = False
-    """whether --fresh has just emptied the directory: no run that anybody sees is to be continued"""
+    """Whether --fresh has just emptied the directory: then no run that any member sees is continued."""
 
     def to_json(self) -> bytes:
         return json.dumps(vars(self)).encode()
 
     def beside(self, uid: str, superseded: Sequence[str]) -> RunRecord:
-        """With what the owner's record of a bucket says: this directory's disk may have been away since."""
+        """This record, merged with the owner's record of a bucket, which may be newer: a disk may have been away."""
         known = {*self.superseded, *superseded}
         if self.is_fresh or (self.uid and self.uid not in known):
             return replace(self, superseded=tuple(sorted(known)))
@@ -45,7 +45,7 @@ NO_RUN = RunRecord("")
 
 
 def read_record(directory: Path) -> RunRecord:
-    """`NO_RUN` where the directory has none that can be read."""
+    """Read the record of a run directory; `NO_RUN` if it is missing or cannot be read."""
     try:
         record: RunRecord = value_of(RunRecord, read_json(directory / RUN_FILE) or {})
     except (KeyError, TypeError):
@@ -55,23 +55,23 @@ def read_record(directory: Path) -> RunRecord:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which run is continued."""
+    """The run that a job continues."""
 
     uid: str | None
-    """None: none of those that can be seen"""
+    """None for a new run: no visible run is continued."""
     superseded: tuple[str, ...]
-    """all that are known not to be continued"""
+    """All runs known not to be continued."""
 
 
 def run_to_continue(records: Sequence[RunRecord], offers: Sequence[Offer]) -> Choice:
-    """The run to continue, of those whose snapshots can be seen: the only one, or that of the run directories.
+    """Choose the run to continue among those with visible snapshots: the only one, or the one of the run directories.
 
     Args:
-        records: of all members' run directories.
-        offers: all members'.
+        records: those of all members' run directories.
+        offers: those of all members.
 
     Raises:
-        RunsMixed: snapshots of several runs can be seen, and nothing says which is meant.
+        RunsMixed: snapshots of several runs are visible, and nothing tells which is meant.
     """
     superseded = {uid for record in records for uid in record.superseded}
     if any(record.is_fresh for record in records):
@@ -102,7 +102,7 @@ class Offer:
     restarts: Branches = ()
     branches: Branches = ()
     file: str = ""
-    """what its state's file is: two offers of one age and file are one snapshot, or copies of it"""
+    """Size and checksum of its state file. Two offers of equal age and file are one snapshot, or copies of it."""
 
     @property
     def step(self) -> int:
@@ -121,8 +121,8 @@ Snapshot = TypeVar("Snapshot", Offer, SnapshotInfo)
 
 
 def newest_offer(offers: Sequence[Offer]) -> Offer | None:
-    """The newest by (generation, step). Of several that were trained without each other, as they were begun again on
-    different nodes, generations say nothing: the one that has come furthest."""
+    """The newest offer by (generation, step). If nodes restarted and trained independently of each other, their
+    generations cannot be compared; then of the ends of these lines the one with the most steps."""
     heads = {offer.restarts: offer for offer in sorted(offers, key=lambda one: one.age)}
     ends = [
         head
@@ -133,7 +133,7 @@ def newest_offer(offers: Sequence[Offer]) -> Offer | None:
 
 
 def require_one_line(offers: Sequence[Offer]) -> None:
-    """Raises BranchesMixed where one of all members' offers is not on the way to the newest of its run."""
+    """Raises: BranchesMixed: an offer of a member is not on the branch that leads to the newest one of its run."""
     newest = max(offers, key=lambda one: one.age, default=None)
     for one in offers:
         if newest is not None and one.run == newest.run and not is_on(one.branches, one.step, newest.branches):
@@ -145,7 +145,7 @@ def require_one_line(offers: Sequence[Offer]) -> None:
 
 
 def parted(offers: Iterable[Snapshot], restarts: Branches) -> Snapshot | None:
-    """The furthest of those that are not on the way to a state with such restarts: trained without what it was begun
-    again from."""
+    """The offer of the most steps that does not lead to a state with these restarts: it was trained independently of
+    that state. None if all lead there."""
     others = [one for one in offers if not is_on(one.restarts, one.step, restarts)]
     return max(others, key=lambda one: one.step, default=None)

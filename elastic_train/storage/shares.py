@@ -1,12 +1,12 @@
-"""One snapshot below a URL by several nodes, each over a line of its own: all leave at one step, and have little time.
+"""One snapshot below a URL, written by several nodes over their own network links, when all leave at one step.
 
-torch.save puts the bytes of tensors one behind the other. From the first tensor that all nodes have alike to the last
-one these are the same bytes on every node, wherever in its file they begin. Each node cuts them into the same parts and
-sends every n-th. The name of such a part has the SHA-256 of its bytes and the number of the node that has put it:
-whoever that was, it is the part that is meant where its bytes are those that the first node holds, and else it is none.
-So the nodes need no word from each other: what lies in the bucket says how far each is. Parts that do not come are sent
-by those that are through with their own. What makes a snapshot visible, its manifest, is put by the first node alone,
-with all that nodes do not have alike.
+torch.save writes the bytes of tensors one after the other. From the first tensor that is equal on all nodes to the last
+one, every node writes the same bytes, at whatever position in its file. Each of n nodes cuts these bytes into the same
+parts and sends every n-th. The name of a part contains the SHA-256 of its bytes and the number of the sending node. A
+part counts, whichever node sent it, if its SHA-256 is that of the same part on the first node. So the nodes need not
+communicate: a listing of the bucket shows the progress of each. Nodes that have finished send the missing parts of
+other nodes. The first node alone puts all bytes that may differ between nodes, and the manifest, which makes the
+snapshot visible.
 """
 
 from __future__ import annotations
@@ -26,49 +26,49 @@ from elastic_train.storage.snapshot import MANIFEST_FILE
 from elastic_train.storage.state_bytes import ALIKE, is_odd, rebuilt, write_state
 
 SHARE_BYTES = 2**23
-"""of a part: 8 MiB are 0.3 s at 200 Mbit/s; who dies has lost three of them at most, and nobody waits long for a last
-one"""
+"""The size of a part: 8 MiB take 0.3 s at 200 Mbit/s. A node that dies loses at most three, and the wait for the last
+part is short."""
 LEAST_BYTES = 8 * SHARE_BYTES
-"""of what all have alike: less than this one node sends as fast"""
+"""The least number of equal bytes to share. One node alone sends fewer bytes as fast."""
 LOOK_SECONDS = 1.0
-"""between two looks at what has come"""
+"""The time between two listings of the bucket."""
 LEAST_SILENCE_SECONDS = 3.0
 SPARE_SECONDS = 5.0
-"""before a deadline: for the manifest, and for what a rate does not tell"""
+"""The reserve before a deadline, for the manifest and for delays beyond the measured rate."""
 IDLE_SECONDS = 20.0
-"""without anything new in the bucket: then nobody will put the manifest"""
+"""After this long without a new part in the bucket, the manifest is not expected any more."""
 
 HEAD, BODY, TAIL = "head", "share", "tail"
-"""what is before the bytes that all have alike, those, and what is behind them"""
+"""The zones of a file: before the bytes that are equal on all nodes, these bytes, and behind them."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """The nodes that write one snapshot together, as one of them sees it."""
+    """The nodes that write one snapshot together, as seen by one of them."""
 
     hosts: tuple[str, ...]
-    """by node; the first one puts the manifest, and all the rest that others do not have alike"""
+    """By node; the first one puts the manifest and all bytes that may differ between nodes."""
     index: int
-    """of this node"""
+    """The index of this node."""
     equal: frozenset[str]
-    """names in the model's state of what all have alike, and in that of its averaged weights; the optimizer's tensors
-    are, too"""
+    """Names of entries that are equal on all nodes, in the state of the model and of its averaged weights. All tensors
+    of the optimizer are equal, too."""
     seconds_left: Callable[[], float | None]
-    """until this node is taken away; None where that is not known"""
+    """The time until this node is taken away; None if unknown."""
     is_first_lost: Callable[[], bool] = lambda: False
-    """whether the first node is gone: then nobody waits for a manifest"""
+    """Whether the first node is lost, so that no manifest will come."""
 
     def sender_of(self, number: int) -> int:
-        """The node whose part that is."""
+        """The node that should send the part of this number."""
         return number % len(self.hosts)
 
 
 class SharedState:
-    """A state, and before it once more what is alike, which torch.save writes where it comes first, and once. Calling
-    it writes it into a file.
+    """A state with its equal tensors listed once more in front. torch.save writes each tensor once, where it comes
+    first. Calling the object writes the state into a file.
 
     Args:
-        state: as `TrainState.state_dict` gives it, the writer's own copy.
+        state: the writer's own copy of a `TrainState.state_dict`.
     """
 
     def __init__(self, state: dict[str, Any], fleet: Fleet) -> None:
@@ -79,12 +79,12 @@ class SharedState:
         alike = [tensor for tensor in alike if not is_odd(tensor)]
         memories = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in alike)}
         addresses = [address for address, size in memories.items() if size]
-        # First of all: torch.save numbers all tensors, and the numbers are among the bytes.
+        # In front, because torch.save numbers all tensors, and the numbers are part of the bytes.
         self._state = {ALIKE: alike, **state}
         self.fleet = fleet
         self.num_bytes = sum(memories.values())
         self.first = addresses[0] if addresses else 0
-        """address of the first tensor that all have alike"""
+        """The address of the first tensor that is equal on all nodes; `last`: of the last one."""
         self.last = addresses[-1] if addresses else 0
 
     def __call__(self, file: object) -> None:
@@ -92,24 +92,24 @@ class SharedState:
 
 
 def shared_by(fleet: Fleet | None, state: dict[str, Any]) -> SharedState | None:
-    """What a fleet writes of its nodes' copies of a state; None where one node alone is as fast. A function of sizes:
-    all come to the same."""
+    """The state as a fleet writes it together; None without a fleet, or if one node alone is as fast. All nodes get the
+    same answer, because it depends on sizes only."""
     shared = None if fleet is None else SharedState(state, fleet)
     return None if shared is None or shared.num_bytes < LEAST_BYTES else shared
 
 
 TakePart = Callable[[str, int, str, int, bytearray | None], None]
-"""zone, number, SHA-256 and size of a part that is complete; its data where that was wanted"""
+"""Called with zone, number, SHA-256 and size of a complete part, and with its data if that was wanted."""
 
 
 class Cutter:
-    """What torch.save writes into, cut into parts of three zones; those of BODY are the same on every node.
+    """A file for torch.save that cuts the bytes into parts of three zones; the parts of BODY are equal on every node.
 
-    torch.save writes the memory of a tensor by one call, from where it lies: so its address tells which it is.
+    torch.save writes the memory of a tensor in place by one call. So the address of the data identifies the tensor.
 
     Args:
-        wants: whether the data of a part is to be kept.
-        hashes: whether the SHA-256 of parts are told.
+        wants: whether to keep the data of a part.
+        hashes: whether to compute the SHA-256 of parts.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Cutter:
         """Called by torch.save."""
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """End the last part; call this after the last write."""
         if self._size:
             self._end_part()
 
@@ -179,42 +179,42 @@ def _address_of(view: memoryview) -> int | None:
 
 @dataclass(frozen=True)
 class ShareProgress:
-    """How far a node is with its share, as far as the bucket shows."""
+    """The progress of a node with its share, as the bucket shows it."""
 
     missing: tuple[int, ...] = ()
-    """numbers of its parts that are not there"""
+    """The numbers of its parts that have not arrived."""
     is_given_up: bool = False
-    """nothing more is expected of it"""
+    """Whether the other nodes expect no more parts from it."""
 
 
 def is_given_up(silent_seconds: float, part_seconds: float, *, has_other_bytes: bool) -> bool:
-    """Whether others send what is missing of a node.
+    """Whether other nodes send all missing parts of a node.
 
     Args:
-        silent_seconds: since the newest of its parts came.
-        part_seconds: that a part takes whoever asks.
-        has_other_bytes: one of its parts came with other bytes than it should have.
+        silent_seconds: the time since the newest of its parts arrived.
+        part_seconds: the time that the calling node takes for a part.
+        has_other_bytes: whether one of its parts arrived with unexpected bytes.
     """
     return has_other_bytes or silent_seconds > silence_limit(part_seconds)
 
 
 def silence_limit(part_seconds: float) -> float:
-    """For a node's next part: AT_ONCE of them are on their way, and may all end together; twice that."""
+    """The longest wait for a node's next part: AT_ONCE parts may all arrive together at the end; twice that time."""
     return max(LEAST_SILENCE_SECONDS, 2 * AT_ONCE * part_seconds)
 
 
 def taken_over(
     progress: Sequence[ShareProgress], me: int, part_seconds: float, seconds_left: float | None
 ) -> list[int]:
-    """The parts, by number, that node `me` sends for others now; its own are there.
+    """The numbers of the parts that node `me`, which has sent its own, sends for other nodes now.
 
-    Those that are through share what is missing of those that are given up. Where what is missing at all might not be
-    there in time, the later half of each one's is sent as well: it sends the earlier ones itself. The first node always
-    has something to send where something is to be sent: whether the others help, it need not know.
+    Finished nodes divide the missing parts of nodes that are given up. If the missing parts of all nodes might arrive
+    too late, they also divide the later half of each node's missing parts; that node sends the earlier half itself. If
+    there is any part to send, the first node gets one: it does not rely on the help of other nodes.
 
     Args:
-        part_seconds: that a part takes this node.
-        seconds_left: to the deadline, where one is known.
+        part_seconds: the time that this node takes for a part.
+        seconds_left: the time until the deadline, if known.
     """
     through = [node for node, one in enumerate(progress) if not one.missing]
     num_missing = sum(len(one.missing) for one in progress)
@@ -229,14 +229,14 @@ def taken_over(
 
 
 class SharedStream:
-    """What is written here is cut, and this node's parts are sent by threads of their own, as by a `PartStream`.
+    """A file for torch.save that cuts the bytes and sends this node's parts on threads, as a `PartStream`.
 
     Args:
-        name_of: of a part, by what is particular about it.
-        nonce: of one attempt to write what is not named by its content.
+        name_of: returns the name of a part, given its zone, number and suffix as text.
+        nonce: identifies this attempt, in names of parts that are not named by their content.
         put: sends an object. Blocks; raises ObjectStoreError.
-        listed: the objects that are there and their bytes, by name. Raises ObjectStoreError.
-        clock: monotonic, in seconds; `sleep` waits by it.
+        listed: returns the size in bytes of existing objects by name. Raises ObjectStoreError.
+        clock: monotonic, in seconds; `sleep` waits by this clock.
     """
 
     def __init__(
@@ -258,19 +258,19 @@ class SharedStream:
         self._cutter = Cutter(state, part_bytes, self._is_mine, self._take)
         self._around: dict[str, list[Part]] = {HEAD: [], TAIL: []}
         self._body: list[Part] = []
-        """as this node would send them"""
+        """All parts of BODY, with the names that this node would give them."""
         self._there: dict[int, Part] = {}
-        """of these, by number, as they were sent"""
+        """The parts of BODY that have arrived, by number, with the names that their senders gave them."""
         self._heard = [(0, clock())] * len(self._fleet.hosts)
-        """by node: how many parts it has put, and when the last one of them was seen first"""
+        """By node: how many parts it has put, and when the newest of them was first seen."""
         self._look_at = clock() + LOOK_SECONDS
-        """the next time while parts are cut; a tenth of the time at most goes into it"""
+        """The time of the next listing while parts are cut. Listings take a tenth of the time at most."""
         self._have_other_bytes: set[int] = set()
         self.names: list[str] = []
-        """of parts that are of no use where this attempt fails"""
+        """The names of parts that are useless if this attempt fails."""
 
     def write(self, data: bytes | memoryview) -> int:
-        """Never raises, for torch.save calls it from C++: `finish` does."""
+        """Write bytes. Errors are raised by `finish`, because torch.save calls this from C++."""
         return self._cutter.write(data)
 
     def flush(self) -> None:
@@ -290,15 +290,15 @@ class SharedStream:
         if number is None:
             self.names.append(part.name)
         else:
-            self._there[number] = part  # or `finish` of the sender raises
+            self._there[number] = part  # in advance: if it is not sent, `finish` of the sender raises
         self._sender.send(part.name, data)
-        if self._clock() >= self._look_at:  # so that it is known who is silent once this node is through
+        if self._clock() >= self._look_at:  # so that silent nodes are known once this node has finished
             with contextlib.suppress(ObjectStoreError):
                 self._look()
 
     def finish(self) -> list[Part]:
-        """All that was written, once every part of it is there; for the first node. Raises: what a `put` has, or
-        `listed`."""
+        """Wait until every part has arrived, and return all parts; only for the first node. Sends parts of other nodes
+        meanwhile. Raises: errors of `put` and `listed`."""
         self._cutter.close()
         self._sender.finish()
         self._look()
@@ -309,8 +309,8 @@ class SharedStream:
         return [*self._around[HEAD], *body, *self._around[TAIL]]
 
     def finish_share(self) -> bool:
-        """For the other nodes: until the manifest is there, helping those that do not come to an end. Returns whether
-        it is there; False where nobody will put it. Raises as `finish`."""
+        """Wait until the manifest exists; for all nodes but the first. Sends parts of slower nodes meanwhile. Returns
+        False if no manifest will come. Raises as `finish`."""
         self._cutter.close()
         self._sender.finish()
         num_missing, changed_at = -1, self._clock()
@@ -328,7 +328,7 @@ class SharedStream:
         return True
 
     def wait(self) -> None:
-        """Until no part is on its way."""
+        """Wait until no part is in flight."""
         self._sender.wait()
 
     @property
@@ -341,7 +341,7 @@ class SharedStream:
         return is_given_up(silent_seconds, self._part_seconds, has_other_bytes=node in self._have_other_bytes)
 
     def _look(self) -> Mapping[str, int]:
-        """What is there; who is how far is known afterwards. Raises: as `listed`."""
+        """List the bucket, update the progress of all nodes and return the listing. Raises: as `listed`."""
         began_at = self._clock()
         try:
             files = self._listed()
@@ -357,7 +357,7 @@ class SharedStream:
         ]
         for number, sha256, node, name in found:
             if number >= len(self._body) or node >= len(self._fleet.hosts):
-                continue  # not cut here yet, or of nobody
+                continue  # not cut by this node yet, or of no node of the fleet
             mine = self._body[number]
             if sha256 != mine.sha256:
                 self._have_other_bytes.add(node)
@@ -366,7 +366,7 @@ class SharedStream:
         return files
 
     def _missing(self) -> dict[int, tuple[int, ...]]:
-        """The numbers of parts that are not there, by the node that should send them."""
+        """The numbers of parts that have not arrived, by the node that should send them."""
         missing: dict[int, list[int]] = {}
         for number in range(len(self._body)):
             if number not in self._there:
@@ -374,14 +374,14 @@ class SharedStream:
         return {node: tuple(numbers) for node, numbers in missing.items()}
 
     def _help(self, missing: Mapping[int, tuple[int, ...]]) -> None:
-        """Send some parts of others, or wait a moment."""
+        """Send some parts of other nodes, or sleep until the next look if there is none to send."""
         me, fleet = self._fleet.index, self._fleet
         progress = [ShareProgress(missing.get(node, ()), self._is_given_up(node)) for node in range(len(fleet.hosts))]
         numbers = taken_over(progress, me, self._part_seconds, fleet.seconds_left())
         if not numbers:
             self._sleep(LOOK_SECONDS)
             return
-        self._send_again(frozenset(numbers[: 2 * AT_ONCE]))  # then it looks what has come meanwhile
+        self._send_again(frozenset(numbers[: 2 * AT_ONCE]))  # a few; the caller lists the bucket before more
 
     def _send_again(self, numbers: frozenset[int]) -> None:
         def wants(zone: str, number: int) -> bool:

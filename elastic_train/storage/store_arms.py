@@ -1,7 +1,7 @@
-"""How each kind of store does what an `ObjectStore` asks: one try each, with the errors of the libraries below.
+"""The operations of an `ObjectStore` for each kind of store: a single try, with the errors of the library below.
 
-fsspec has no conditional put that all its file systems share; s3:// has the requests of its protocol, memory:// and
-file:// have locks of their own. Of the others none is asked for it.
+fsspec has no conditional put for all its file systems. Here s3:// uses the requests of its protocol, and memory:// and
+file:// use locks. For other stores no conditional put is tried.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Stored:
 
     data: bytes
     version: str
-    """changes whenever the object does"""
+    """Changes whenever the object changes."""
 
 
 class Arm(Protocol):
-    """The objects below one URL, one try each. Errors are those of the libraries, as `fault_of` knows them; a condition
-    that does not hold is FileExistsError, or the protocol's own."""
+    """The objects below one URL, with a single try per operation. Raises the errors of the libraries, which `fault_of`
+    interprets. If a condition does not hold, that is FileExistsError, or the protocol's own error."""
 
     is_atomic: bool
-    """whether `put_if` claims to decide in the store itself"""
+    """Whether the store itself is meant to check the condition of `put_if`."""
     pid: int
-    """of the process that may use it"""
+    """The process that may use it."""
 
     def read(self, key: str, limit: int | None = None) -> Stored: ...
     def put(self, key: str, data: bytes | bytearray) -> None: ...
@@ -50,10 +50,10 @@ class Arm(Protocol):
 def open_arm(url: StoreUrl, *, attempt_seconds: float, silence_seconds: float) -> Arm:
     """Raises: UsageError: a package is missing; names what to install."""
     try:
-        fsspec = importlib.import_module("fsspec")  # a second, with s3fs: only those who give a URL wait for it
+        fsspec = importlib.import_module("fsspec")  # takes a second, with s3fs: so only if a URL is given
         if url.scheme == "s3":
             return S3Arm(url, attempt_seconds, silence_seconds)
-        # instances are shared otherwise, and so would be what they remember of listings
+        # otherwise fsspec shares instances and their cached listings
         filesystem = fsspec.filesystem(url.scheme, skip_instance_cache=True, use_listings_cache=False)
     except (ImportError, ValueError) as error:
         raise UsageError(
@@ -64,7 +64,7 @@ def open_arm(url: StoreUrl, *, attempt_seconds: float, silence_seconds: float) -
 
 
 def version_of(data: bytes) -> str:
-    """For stores that do not number versions."""
+    """The version of an object in a store without versions of its own."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -74,7 +74,7 @@ def _require_below(limit: int, size: int) -> None:
 
 
 class PlainArm:
-    """Any file system of fsspec: without a conditional put."""
+    """Any file system of fsspec, without conditional puts."""
 
     is_atomic = False
     _lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -123,11 +123,11 @@ class PlainArm:
 
 
 class MemoryArm(PlainArm):
-    """Of this process alone: for tests, and to try things on."""
+    """Objects in the memory of this process, for tests and experiments."""
 
     is_atomic = True
     _lock = threading.RLock()
-    """a listing fails where an object is put meanwhile"""
+    """Needed because a listing fails if an object is put meanwhile."""
 
     def put_if(self, key: str, data: bytes, version: str | None) -> str:
         with self._lock:
@@ -163,12 +163,12 @@ class FileArm(PlainArm):
         path = Path(self._path(key))
         with contextlib.suppress(FileNotFoundError):
             path.with_name(f".{path.name}.lock").unlink()
-        with contextlib.suppress(OSError):  # others are in it: an object store has no empty folders
+        with contextlib.suppress(OSError):  # unless other files are in it: object stores have no empty folders
             path.parent.rmdir()
 
 
 class S3Arm:
-    """S3's own requests through s3fs. Its retries and those of botocore are off: one place decides on them."""
+    """S3's own requests through s3fs. The retries of s3fs and botocore are off, because `Tries` alone decides."""
 
     is_atomic = True
 
@@ -184,7 +184,7 @@ class S3Arm:
                 "retries": {"total_max_attempts": 1},
                 "connect_timeout": min(10.0, silence_seconds),
                 "read_timeout": silence_seconds,
-                # the manifest has checksums; not every server that speaks S3 knows the newer trailing ones
+                # manifests hold checksums; not every S3-compatible server knows the newer trailing checksums
                 "request_checksum_calculation": "when_required",
                 "response_checksum_validation": "when_required",
             },
@@ -234,7 +234,7 @@ class S3Arm:
 
 _arms: weakref.WeakSet[Any] = weakref.WeakSet()
 _kept: list[Any] = []
-"""in a child: what must not be collected, for its finalizers wait for a thread that is not there"""
+"""In a child: objects that must not be collected, because their finalizers wait for a thread that does not exist."""
 
 
 def _forget_in_child() -> None:
@@ -243,8 +243,8 @@ def _forget_in_child() -> None:
 
 
 def _close_connections(filesystem: Any) -> None:
-    """Let go of the parent's connections in a child, as a DataLoader's: the thread that serves them is not there, and
-    a server would see them open for as long as the child lives."""
+    """Close the parent's connections in a child, such as a DataLoader process. The thread that serves them is not in
+    the child, and the server would see them open as long as the child lives."""
     loop = getattr(filesystem, "_loop", None)
     _kept.extend((filesystem, loop))
     selector = getattr(loop, "_selector", None)
@@ -252,7 +252,7 @@ def _close_connections(filesystem: Any) -> None:
         return
     nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for entry in list((selector.get_map() or {}).values()):
-        # Not through the selector: its epoll is the parent's too. A number that stays taken is given to nobody else.
+        # Not through the selector: the parent shares its epoll. By dup2 the number stays taken: no other file gets it.
         with contextlib.suppress(OSError):
             os.dup2(nowhere, entry.fd, inheritable=False)
     os.close(nowhere)

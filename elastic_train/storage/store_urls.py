@@ -1,4 +1,4 @@
-"""Object stores: their URLs, and what went wrong at one, of whatever library's error; all of that without secrets."""
+"""URLs of object stores, and the meaning of errors of all their libraries; never with secrets in a text."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ PACKAGES = {
     "memory": "'elastic_train[remote]'",
     "file": "'elastic_train[remote]'",
 }
-"""what pip has to install, by scheme"""
+"""The arguments of `pip install`, by scheme."""
 
 
 @dataclass(frozen=True)
 class StoreUrl:
     scheme: str
     place: str
-    """bucket and prefix; an absolute path of file"""
+    """Bucket and prefix; for `file` an absolute path."""
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.place}"
@@ -51,10 +51,10 @@ def is_url(text: object) -> bool:
 
 
 def parse_url(text: str, what: str = "") -> StoreUrl:
-    """The store that a URL names. `what` stands before it in an error, such as a flag.
+    """Parse the URL of a store. `what`, such as a flag, is put before the URL in an error.
 
     Raises:
-        UsageError: it is of a scheme that does not work, names no place, or holds a secret, which is not repeated.
+        UsageError: the scheme is not supported, the URL names no place, or it holds a secret, which is not repeated.
     """
     name = f"{what} " if what else ""
     scheme = text.partition(":")[0].lower()
@@ -66,7 +66,7 @@ def parse_url(text: str, what: str = "") -> StoreUrl:
         raise UsageError(f"{name}{scheme}:/...: a URL has two slashes: {scheme}://")
     try:
         parts = urlsplit(text)
-    except ValueError as error:  # brackets that are no address
+    except ValueError as error:  # brackets without an IP address in them
         raise UsageError(f"{name}{shown}: is no URL: {error}") from None
     place = text.partition("://")[2].rstrip("/")
     if parts.query or parts.fragment or "@" in (parts.netloc if scheme == "file" else place):
@@ -100,7 +100,7 @@ _BY_CODE = {
     "InsufficientStorage": StoreFault.FULL,
     "XMinioStorageFull": StoreFault.FULL,
 }
-"""of S3's protocol, and of Azure's, where the HTTP status says less"""
+"""Error codes of S3's and Azure's protocols that tell more than the HTTP status."""
 _BY_STATUS = {
     401: StoreFault.DENIED,
     403: StoreFault.DENIED,
@@ -129,14 +129,14 @@ _BY_ERRNO = {
 
 
 def fault_of(error: BaseException) -> tuple[StoreFault, str]:
-    """What an error of a store's library means, and what it says, perhaps with secrets."""
+    """The kind of an error of a store's library, and its text, which may hold secrets."""
     cause: BaseException | None = error
     while cause is not None:
         response = getattr(cause, "response", None)
         if isinstance(response, dict) and isinstance(response.get("Error"), dict):
             return _of_response(response)
         cause = cause.__cause__
-    status = getattr(error, "status_code", None) or getattr(error, "code", None)  # of Azure's and Google's libraries
+    status = getattr(error, "status_code", None) or getattr(error, "code", None)  # in Azure's and Google's libraries
     if isinstance(status, int):
         fault = _BY_CODE.get(getattr(error, "error_code", "")) or _by_status(status)
         return fault, f"{first_line(error)} ({status})"
@@ -148,7 +148,7 @@ def _of_response(response: dict[str, Any]) -> tuple[StoreFault, str]:
     code = str(response["Error"].get("Code", "unknown"))
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0)
     fault = _BY_CODE.get(code) or _by_status(status)
-    # Not the message: some servers repeat in it what they were sent.
+    # Not the message: some servers repeat parts of the request in it.
     return fault, code if code == str(status) or not status else f"{code} ({status})"
 
 
@@ -185,7 +185,7 @@ _SECRET_VARIABLES = re.compile(r"(?:AWS|AZURE|GOOGLE|GCS|FSSPEC|S3)_.*(?:KEY|SEC
 
 
 def scrub(text: str) -> str:
-    """A text without credentials: neither those of this process's environment nor what looks like one."""
+    """Mask credentials in a text: those of this process's environment, and anything that looks like one."""
     for name, value in os.environ.items():
         if len(value) >= 8 and _SECRET_VARIABLES.fullmatch(name):
             text = text.replace(value, "***")
@@ -194,7 +194,7 @@ def scrub(text: str) -> str:
 
 @contextlib.contextmanager
 def errors_told(place: str) -> Iterator[None]:
-    """Errors of a store's library, or of what lies there, as a SnapshotError: no training need end over them."""
+    """Turn any error of the store's library or of its content into a SnapshotError, so that training does not end."""
     try:
         yield
     except (SnapshotError, OwnershipLost):
@@ -206,9 +206,9 @@ def errors_told(place: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusals_told() -> Iterator[None]:
-    """That a store refuses to give one object, as a SnapshotDenied: it is no reason to give up on all the others.
-    Who may read nothing is told at the owner's record. An error that nobody knows is no refusal: the next try may
-    read it."""
+    """Turn the refusal of a store to return one object into a SnapshotDenied: other snapshots may be readable. (A user
+    without any read permission fails earlier, at the owner's record.) An unknown error is no refusal: the next try may
+    succeed."""
     try:
         yield
     except ObjectStoreError as error:

@@ -1,4 +1,4 @@
-"""A model's weights to and from other programs: `elastic-train snapshot export` and `--init-from`."""
+"""Exchange of a model's weights with other programs: `elastic-train snapshot export` and `--init-from`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from elastic_train.storage.state_bytes import deserialize_state
 from elastic_train.storage.store_urls import is_url
 
 WRAPPED = "module."
-"""before every name in the state dict of a wrapped model; some models have a layer of that name themselves"""
+"""The prefix of all names in the state dict of a wrapped model. Some models have a layer of that name themselves."""
 
 
 def export_weights(weights: Mapping[str, Tensor], path: Path, file_format: str) -> None:
     """Write a state dict as `pt` (for torch.load), `safetensors` or `dcp` (a folder), whole or not at all.
 
     Raises:
-        SnapshotError: it cannot be written, or holds what the format has no place for.
+        SnapshotError: it cannot be written, or the format does not support its content.
         UsageError: `safetensors` is not installed.
     """
     if file_format == "dcp":
@@ -50,7 +50,7 @@ def export_weights(weights: Mapping[str, Tensor], path: Path, file_format: str) 
 
 
 def typed_as(model: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights in the data types of the model's: averages of what has 16 bits are kept in more."""
+    """Cast weights to the data types of the model's: averages of 16-bit weights are kept in a wider type."""
     found = dict(weights)
     for name, own in model.items():
         if isinstance(own, Tensor) and isinstance(weights.get(name), Tensor):
@@ -68,7 +68,7 @@ def _safetensors_bytes(weights: Mapping[str, Tensor]) -> bytes:
     for name, tensor in weights.items():
         if not isinstance(tensor, Tensor):  # a module's extra state
             raise SnapshotError(f"safetensors has tensors alone, and {name} is none: take --format pt")
-    # The library refuses tensors that share memory, as tied weights do, and those that are not contiguous.
+    # The library refuses tensors that share memory, such as tied weights, and tensors that are not contiguous.
     apart = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()
     }
@@ -97,18 +97,18 @@ def _safetensors() -> ModuleType:
 
 
 def read_weights(path: Path, *, warn: Callable[[str], None], key: bytes | None = None) -> dict[str, Any]:
-    """A model's state dict, and what lies beside its tensors, from a snapshot, a run or a folder of snapshots (the
-    newest whole one), a file that torch.save or safetensors wrote, or a folder of torch.distributed.checkpoint. With a
-    key a folder has snapshots that it has signed, or nothing; of a file `warn` is told that it is not signed.
+    """Read a model's state dict, including entries that are no tensors. Never runs code from a file.
 
-    Runs no code from the file.
+    `path` is a snapshot, a run or a folder of snapshots (the newest whole one is read), a file of torch.save or
+    safetensors, or a folder of torch.distributed.checkpoint. With a key only signed snapshots of a folder are read; for
+    a file, `warn` gets a line that it is not signed.
 
     Raises:
-        SnapshotError: there is nothing of the kind, it cannot be read, or a key cannot have signed it.
-        UsageError: it is for `safetensors`, which is not installed.
+        SnapshotError: `path` is nothing of these, cannot be read, or with a key is of a format without signatures.
+        UsageError: the file needs `safetensors`, which is not installed.
     """
     loaded: dict[str, Any]
-    if is_dcp(path) and key is None:  # else who may write to a run, and has no key, could put such files there
+    if is_dcp(path) and key is None:  # with a key, an attacker with write access but no key could put such files there
         loaded = {**read_dcp(path)}
     elif path.is_dir():
         try:
@@ -129,7 +129,7 @@ def read_weights(path: Path, *, warn: Callable[[str], None], key: bytes | None =
             loaded = _read_safetensors(data, str(path))
         else:
             loaded = deserialize_state(data, source=str(path))
-    for container in ("model", "state_dict"):  # as training scripts nest it
+    for container in ("model", "state_dict"):  # training scripts nest weights so
         if isinstance(inner := loaded.get(container), Mapping):
             loaded = dict(inner)
     if not any(isinstance(value, Tensor) for value in loaded.values()):
@@ -144,13 +144,13 @@ def read_state(
     key: bytes | None = None,
     is_best: bool = False,
 ) -> tuple[SnapshotInfo, dict[str, Any]]:
-    """A snapshot and its state, or the newest whole one in a folder of them or in a run; or the one with the
-    largest metric.
+    """Read a snapshot and its state; of a folder of snapshots or a run the newest whole one, or with `is_best` the one
+    with the largest metric.
 
-    The state holds a model; what else depends on who wrote it, a `SnapshotStore` of somebody's own perhaps.
+    The state holds a model. Its other entries depend on the program that wrote it, which may use a `SnapshotStore`.
 
     Raises:
-        SnapshotError: there is none, or it holds no model.
+        SnapshotError: there is no snapshot, or it holds no model.
     """
     if is_snapshot(path):
         info = read_info(path, key)
@@ -170,8 +170,8 @@ def read_state(
 
 
 def require_there(path: Path) -> None:
-    """Raises: SnapshotError: --init-from names nothing that this process may reach. UsageError: a URL."""
-    if is_url(path):  # not repeated, for it may hold a secret
+    """Raises: SnapshotError: the path of --init-from does not exist or is not accessible. UsageError: it is a URL."""
+    if is_url(path):  # not repeated in the error, because it may hold a secret
         scheme = str(path).partition(":")[0]
         raise UsageError(
             f"--init-from {scheme}://...: no URL works here; `elastic-train snapshot copy URL FOLDER` brings a "
@@ -184,17 +184,17 @@ def require_there(path: Path) -> None:
 
 
 def initialise(model: nn.Module, path: Path, *, warn: Callable[[str], None], key: bytes | None = None) -> None:
-    """Load weights into a model (`--init-from`), also with the `module.` that DDP and DataParallel put before names.
-    With a key, as `read_weights`.
+    """Load weights into a model (`--init-from`), also with the prefix `module.` of DDP and DataParallel. `key` as in
+    `read_weights`.
 
     Raises:
-        UsageError: names or shapes do not fit; names each. SnapshotError: as `read_weights`.
+        UsageError: names or shapes do not match; lists each. SnapshotError: as `read_weights`.
     """
     loaded, own = read_weights(path, warn=warn, key=key), model.state_dict()
     tensors = [name for name, value in loaded.items() if isinstance(value, Tensor)]
     if own.keys().isdisjoint(tensors) and all(name.startswith(WRAPPED) for name in tensors):
         loaded = {name.removeprefix(WRAPPED): value for name, value in loaded.items()}
-    # Of what is no tensor a layer's extra state alone is wanted: a file may hold an epoch, say, beside the weights.
+    # Of entries that are no tensors, only a layer's extra state is loaded: a file may also hold an epoch, say.
     extra_states = {name for name, value in own.items() if not isinstance(value, Tensor)}
     weights = {name: value for name, value in loaded.items() if isinstance(value, Tensor) or name in extra_states}
     problems = [f"{name} is missing" for name in own if name not in weights]
