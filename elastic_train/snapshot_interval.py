@@ -1,4 +1,4 @@
-"""How often snapshots are written: what --snapshot-every says, and the interval that failures and costs call for."""
+"""The interval between snapshots: the value of --snapshot-every, and the best interval by failures and costs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 from elastic_train.errors import UsageError
 
 PRIOR_FAILURE_SECONDS = 6 * 3600.0
-"""before a run has seen any failure, one is expected in so long"""
+"""Before the first failure of a run, one is expected in this time."""
 FIRST_SECONDS = 30.0
-"""to the first snapshot of `auto`, after which its cost is known"""
+"""The time until the first snapshot of `auto`, which measures the cost."""
 FAILURES = frozenset({"peer_lost", "restart"})
-"""causes of incidents; who leaves or joins does so as planned, and so do all who are told to stop (`planned`)"""
+"""Causes of incidents that are failures. Leaves, joins and stops of all nodes are planned (`planned`)."""
 _TIME = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[smh])")
 _UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True)
 class SnapshotInterval:
-    """Steps or seconds between snapshots; neither where it is decided by what they cost."""
+    """Steps or seconds between snapshots; neither for `auto`, which decides by their cost."""
 
     steps: int | None = None
-    """0: none but those at a stop and at the end"""
+    """With 0 there are snapshots only at a stop and at the end."""
     seconds: float | None = None
 
     @property
@@ -34,17 +34,17 @@ class SnapshotInterval:
 
     @property
     def first_seconds(self) -> float:
-        """To the first one of a run, where it does not go by steps."""
+        """The time until the first snapshot of a run, if the interval is not in steps."""
         return FIRST_SECONDS if self.seconds is None else self.seconds
 
 
 def steps_or_text(text: str) -> int | str:
-    """A number as a number, whatever else as it is."""
+    """A whole number as an int, any other text as it is."""
     return int(text) if re.fullmatch(r"[+-]?\d+", text) else text
 
 
 def interval_of(value: int | str) -> SnapshotInterval:
-    """Raises: UsageError: --snapshot-every says nothing that works."""
+    """Parse the value of --snapshot-every. Raises: UsageError: it is not valid."""
     if isinstance(value, int):
         if value < 0:
             raise UsageError(f"--snapshot-every {value}: must be at least 0")
@@ -59,17 +59,16 @@ def interval_of(value: int | str) -> SnapshotInterval:
 
 
 def best_interval(cost_seconds: float, failure_seconds: float) -> float:
-    """Seconds from the start of one snapshot to the next that lose the least time, to snapshots and failures together:
-    sqrt(2 C M) - C.
+    """Seconds between the starts of two snapshots that lose the least time to snapshots and failures: sqrt(2 C M) - C.
 
     Young, "A first order approximation to the optimum checkpoint interval" (CACM 17(9), 1974): sqrt(2 C M). Daly, "A
-    higher order estimate of the optimum checkpoint interval for restart dumps" (FGCS 22(3), 2006), equation 13, takes
-    the cost itself off. Where C is more than half of M the approximation breaks down: C then, for no snapshot can begin
-    while another one is written.
+    higher order estimate of the optimum checkpoint interval for restart dumps" (FGCS 22(3), 2006), equation 13,
+    subtracts the cost. If C is more than half of M, the approximation fails, and the result is C: a snapshot cannot
+    begin while another is written.
 
     Args:
-        cost_seconds: C, training time that one snapshot costs.
-        failure_seconds: M, mean time between failures.
+        cost_seconds: C, the training time that one snapshot costs.
+        failure_seconds: M, the mean time between failures.
     """
     return max(math.sqrt(2 * cost_seconds * failure_seconds) - cost_seconds, cost_seconds)
 
@@ -79,9 +78,9 @@ def num_failures(incidents: Iterable[Mapping[str, Any]]) -> int:
 
 
 def mean_failure_seconds(wall_seconds: float, failures: int) -> float:
-    """Mean time between failures of a run that has seen so many in so long.
+    """Estimate the mean time between failures of a run from its wall time and number of failures.
 
-    It begins with the belief in one failure in `PRIOR_FAILURE_SECONDS` (a gamma prior). Without it a run that has seen
-    no failure would never write, and one that failed in its first minute would do nothing else.
+    The prior is one failure in `PRIOR_FAILURE_SECONDS` (a gamma prior). Without it a run without failures would never
+    write, and a run that failed in its first minute would do nothing else.
     """
     return (PRIOR_FAILURE_SECONDS + wall_seconds) / (1 + failures)

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT, SIGHUP, or a notice that the node goes away: finish the step in hand, save, leave."""
+"""Stop on SIGTERM, SIGINT, SIGHUP, or a notice that the node goes away: finish the current step, save, leave."""
 
 from __future__ import annotations
 
@@ -18,51 +18,52 @@ from elastic_train.preemption import SHORTEST_SECONDS, PreemptionNotice
 from elastic_train.system import AGENT_VARIABLE, give_up_gone_terminals, has_ended
 
 GRACE_SECONDS = 3.0
-"""people, and schedulers, stop nodes one after the other, and on a busy machine an agent passes the signal on late"""
+"""The time in which the signals of one stop arrive: people and schedulers stop nodes one after the other, and on a busy
+machine an agent passes the signal on late."""
 LATE_SECONDS = 15.0
-"""from a signal on, in which a worker should stop by itself. SIGKILL follows after 30 s (torchrun, Kubernetes and Slurm
-by default; no worker sees what the latter are set to): one half is for ending steps, the other for saving without the
-one in hand"""
+"""The time after a signal in which a worker should stop at the end of a step. SIGKILL follows after 30 s (the default
+of torchrun, Kubernetes and Slurm; a worker cannot see their setting). The second half is for a save without that step.
+"""
 HOPELESS_SECONDS = 25.0
-"""from a signal on: what has not begun to save by then would not come to its end"""
+"""The time after a signal from which on a save would not finish before SIGKILL."""
 LEAST_SECONDS = 10.0
-"""that a notice leaves, whatever it says: half of it is for the grace time and a step. Where the deadline is nearer, or
-over, the source's clock may be another one, and a late stop before the vote to leave would lose what it need not"""
+"""The least time that a notice is assumed to leave: half of it is for GRACE_SECONDS and a step. If the deadline is
+nearer or over, the source's clock may differ, and a late stop before the vote to leave would lose steps needlessly."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def signals_to_handle() -> list[signal.Signals]:
-    """SIGNALS, without a SIGHUP that this process ignores: so nohup leaves it."""
+    """SIGNALS, without SIGHUP if this process ignores it, as under nohup."""
     return [one for one in SIGNALS if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
 
 
 class StopSignal:
-    """Remembers that this worker was told to stop; the handler waits for nobody, and does no more than give up a
-    terminal that has gone.
+    """Remembers that this worker was told to stop. The signal handler never blocks; it only remembers the signal, and
+    gives up a closed terminal.
 
-    The training loop turns it into a vote, so that all ranks stop at the same step though their signals arrive at
-    different moments. A second SIGINT is a person who has lost patience: it ends the process at once.
+    The training loop turns the signal into a vote, so that all ranks stop at the same step although their signals
+    arrive at different moments. A second SIGINT, of an impatient person, ends the process at once.
 
-    A thread listens as well: the handler runs only when the main thread comes back to Python, and a backward pass, or a
-    collective in it, may take long.
+    A thread listens as well: the handler runs only when the main thread returns to Python, and a backward pass or a
+    collective may take long.
 
     Args:
-        late_after: seconds after a signal until `when_late` is called.
-        hopeless_after: seconds after a signal until nothing more should be begun.
+        late_after: seconds from a signal to the call of `when_late`.
+        hopeless_after: seconds from a signal to the moment after which no save should begin.
     """
 
     def __init__(self, late_after: float = LATE_SECONDS, hopeless_after: float = HOPELESS_SECONDS) -> None:
         self.signum: int | None = None
-        """the first that this worker was sent"""
+        """The first signal that the handler has received."""
         self._is_interrupted = False
-        """by a SIGINT, whatever came before it"""
+        """Whether a SIGINT was among the signals."""
         self._requested_at = 0.0
         self._late_after, self._hopeless_after = late_after, hopeless_after
         self._killed_after = SHORTEST_SECONDS
         self._heard: int | None = None
-        """by the thread, perhaps before the handler has run"""
+        """The first signal that the thread has received, perhaps before the handler has run."""
         self.when_late: Callable[[float], None] = lambda _seconds: None
-        """called on the thread that listens, if this worker still runs then, with the seconds until it is hopeless"""
+        """Called on another thread if this worker still runs after `late_after`, with the rest of `hopeless_after`."""
         self._also_told: dict[int, Callable[[], None]] = {}
         self._before: dict[signal.Signals, Any] = {}
         self._wakeup: socket.socket | None = None
@@ -72,18 +73,18 @@ class StopSignal:
         self._noticed_at = 0.0
         self._notice_timer: threading.Timer | None = None
         self._voted_notice: PreemptionNotice | None = None
-        """because of which this worker has said in its newest vote that it is told to stop"""
+        """The notice that was the reason for the newest vote to stop."""
         self._is_vote_to_leave = False
-        """that one"""
+        """Whether that vote was also to leave now."""
         self._notice_lock = threading.Lock()
-        """of what a notice and a vote make of each other; no handler of a signal takes it"""
+        """Guards the state of notices and votes; no signal handler takes it."""
         self._settled_notice: PreemptionNotice | None = None
         self.is_settled = False
-        """this worker leaves: a notice is not taken back any more"""
+        """Whether this worker leaves in any case; a notice cannot be withdrawn any more."""
         self._late_lock = threading.Lock()
 
     def install(self) -> None:
-        """Call from the main thread."""
+        """Install handlers and start the listening thread. Call on the main thread."""
         self._before = {signum: signal.signal(signum, self._remember) for signum in signals_to_handle()}
         ears, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -92,19 +93,19 @@ class StopSignal:
         threading.Thread(target=self._listen, args=(ears,), name="stop-signal", daemon=True).start()
 
     def expect_kill(self, seconds: float) -> None:
-        """SIGKILL follows a signal so soon. Fewer seconds than usual shorten all times alike; more change nothing, for
-        Kubernetes or Slurm may not wait for them. Call before a signal is likely."""
+        """Set the time from a signal to SIGKILL. A shorter time than the default shortens all limits in proportion; a
+        longer one changes nothing, because Kubernetes or Slurm may not wait. Call before a signal is likely."""
         part = min(1.0, seconds / self._killed_after)
         self._late_after, self._hopeless_after = part * self._late_after, part * self._hopeless_after
         self._killed_after *= part
 
     def tell_also(self, signum: int, tell: Callable[[], None]) -> None:
-        """Call `tell` when that signal comes, for which there is a handler: on the thread that listens, so that it is
-        heard while the main thread is in a long call."""
+        """Call `tell` on the listening thread when a signal comes that has a handler, so that it is noticed while the
+        main thread is in a long call."""
         self._also_told[signum] = tell
 
     def uninstall(self) -> None:
-        """Put back what `install` has replaced; for the main thread."""
+        """Restore the previous handlers. Call on the main thread."""
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
         self._is_uninstalled.set()
@@ -113,7 +114,7 @@ class StopSignal:
         self._be_deaf()
 
     def _be_deaf(self) -> None:
-        """In a forked child as well: a signal to that one is none to this worker."""
+        """Stop listening. Also called in a forked child: a signal to the child is not for this worker."""
         if self._wakeup is not None:
             signal.set_wakeup_fd(self._wakeup_before)
             self._wakeup.close()
@@ -130,11 +131,11 @@ class StopSignal:
                         self._be_late(self._hopeless_after - self._late_after)
 
     def _is_ours(self, signum: int) -> bool:
-        """Else the program handles this signal itself by now."""
+        """Whether the signal's handler is still ours, and not the program's own."""
         return signal.getsignal(signum) == self._remember
 
     def _remember(self, signum: int, _frame: FrameType | None) -> None:
-        if signum == signal.SIGHUP:  # each: a shell passes it on, and takes the terminal along as it ends
+        if signum == signal.SIGHUP:  # each time: a shell that ends sends it, and closes the terminal
             give_up_gone_terminals()
         if signum == signal.SIGINT:
             if self._is_interrupted:
@@ -145,8 +146,8 @@ class StopSignal:
             self.signum = signum
 
     def give_notice(self, notice: PreemptionNotice, seconds_left: float) -> None:
-        """As a signal, but with the time that the notice leaves: half of it is for ending steps, as of a signal's. From
-        any thread; a later notice replaces an earlier one."""
+        """Stop as after a signal, but within the notice's time; half of it is for the end of the step, as after a
+        signal. Any thread may call this. A later notice replaces an earlier one."""
         seconds = max(seconds_left, LEAST_SECONDS)
         late_after, hopeless_after = (seconds * part / SHORTEST_SECONDS for part in (LATE_SECONDS, HOPELESS_SECONDS))
         with self._notice_lock:
@@ -156,11 +157,11 @@ class StopSignal:
         self._set_timer(threading.Timer(late_after, self._be_late, [hopeless_after - late_after]))
 
     def withdraw_notice(self) -> bool:
-        """The notice holds no more. Returns whether that is in time: else this worker leaves, by a signal that stands
-        or by a vote to leave because of the notice, which the others may follow; then it holds all the same.
+        """Withdraw the notice. Return False if this worker leaves nevertheless: because of a signal, or because it has
+        voted to leave and other members may act on that vote. In the second case the notice stays valid.
 
-        Before it votes to leave it has only said that it is told to stop. Where all say so in the very step in which
-        the notice ends, they stop nevertheless, because of the notice.
+        Before the vote to leave, this worker only votes that it is told to stop. If all members do so in the step in
+        which the notice is withdrawn, they still stop, because of the notice.
         """
         with self._notice_lock:
             if self.is_settled or self._is_vote_to_leave:
@@ -182,13 +183,13 @@ class StopSignal:
             self.when_late(seconds)
 
     def settle(self) -> None:
-        """This worker leaves, whatever becomes of a notice, and though a signal may follow: its agent's, once another
-        worker of the node has left."""
+        """Decide that this worker leaves, even if the notice is withdrawn. Its reason then stays, even if a signal
+        follows: the agent sends one once another worker of the node has left."""
         with self._notice_lock:
             self._settle()
 
     def settle_if_requested(self) -> bool:
-        """The same, unless the notice was taken back meanwhile. Returns whether this worker leaves."""
+        """Do the same if a stop is still requested, as a notice may be withdrawn. Return whether this worker leaves."""
         with self._notice_lock:
             if not self.is_requested:
                 return False
@@ -204,20 +205,20 @@ class StopSignal:
 
     @property
     def notice(self) -> PreemptionNotice | None:
-        """Why this worker was told to stop, where that was a notice and no signal."""
+        """The notice that told this worker to stop; None if a signal did."""
         if self.is_settled:
             return self._settled_notice
         return None if self._is_signalled else self._notice
 
     @property
     def why(self) -> str:
-        """For people: a signal's name, or whose notice it was."""
+        """The reason in words: the name of the signal, or the source of the notice."""
         notice = self.notice
         return self.cause.name if notice is None else f"a notice ({notice.described})"
 
     def seconds_left(self) -> float | None:
-        """Until this node is taken away, or SIGKILL follows a signal, as far as that is known; None where this worker
-        was not told to stop."""
+        """The time until this node is taken away, or until SIGKILL follows a signal, as far as is known; None if this
+        worker was not told to stop."""
         notice = self.notice
         if notice is not None and notice.deadline is not None:
             return notice.deadline - time.time()
@@ -226,7 +227,7 @@ class StopSignal:
         now = time.monotonic()
         since = self._requested_at if self._is_signalled else self._noticed_at
         given = self._killed_after if self._is_signalled else SHORTEST_SECONDS
-        return given - (now - (since or now))  # a signal may be heard before its handler has run
+        return given - (now - (since or now))  # `since` is 0 until the signal's handler has run
 
     @property
     def is_requested(self) -> bool:
@@ -238,14 +239,14 @@ class StopSignal:
 
     @property
     def cause(self) -> signal.Signals:
-        """With which signal this worker was told to stop; SIGTERM where it was not."""
+        """The signal that told this worker to stop; SIGTERM if there was none."""
         return signal.Signals(self.signum or self._heard or signal.SIGTERM)
 
     def votes(self) -> tuple[int, int]:
-        """(told to stop, leaving now): what this worker contributes to the step in hand.
+        """This worker's votes in the current step: (told to stop, leaving now).
 
-        The signals of one stop reach the workers up to some seconds apart. So a worker that was told to
-        stop trains on for GRACE_SECONDS; if not everybody has been told by then, it is a stop of this node alone.
+        The signals of one stop reach the workers some seconds apart. So a worker that was told to stop trains on for
+        GRACE_SECONDS. If not all workers were told by then, only this node stops.
         """
         with self._notice_lock:
             notice, is_signalled = self._notice, self.signum is not None
@@ -256,7 +257,7 @@ class StopSignal:
         return int(bool(told)), int(is_leaving)
 
     def check(self) -> None:
-        """For waits outside of a step.
+        """Check for a stop in a wait outside of a step.
 
         Raises:
             Stopped: this worker was told to stop.
@@ -266,10 +267,9 @@ class StopSignal:
 
 
 def die_with_agent() -> None:
-    """As `die_with_parent`, for a worker: also where its agent died before this call, while it imported. The agent need
-    not be the parent: a wrapper may lie between them.
+    """Call `die_with_parent`, and exit at once, as by SIGKILL and with one line, if the agent has already died.
 
-    It says so in one line, and exits at once as by SIGKILL.
+    That may happen during this worker's imports. The agent need not be the parent: a wrapper may be between them.
     """
     die_with_parent()
     agent = os.environ.get(AGENT_VARIABLE, "")

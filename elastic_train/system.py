@@ -1,4 +1,4 @@
-"""The operating system: what training needs of it, and how it is done where systems differ."""
+"""Functions of the operating system that training needs, and that differ between systems."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from elastic_train.errors import UnsupportedSystem
 Answer = TypeVar("Answer")
 INSTEAD = "use a container (deploy/docker)"
 AGENT_VARIABLE = "ELASTIC_TRAIN_AGENT"
-"""in which an agent gives its workers its `name_of_process`"""
+"""The variable in which an agent passes its `name_of_process` to its workers."""
 LOCAL_FLOCK = frozenset({"localflock", "localflocks", "nolock", "local_lock=all", "local_lock=flock"})
-"""mount options of Lustre, of OCFS2 and GFS2, and of NFS"""
+"""Mount options of Lustre, of OCFS2 and GFS2, and of NFS."""
 MALLOC_LIMITS = {-3: 32 * 2**20, -1: 64 * 2**20}
-"""M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h -> bytes, the most that glibc's own adjustment comes to"""
+"""M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h, in bytes: the maximum that glibc itself may adjust them to."""
 
 
 def require_linux(what: str) -> None:
-    """Several workers stand on Linux: /proc, /dev/shm, and signals that follow a parent's death.
+    """Require Linux, as several workers do: /proc, /dev/shm, and a signal at the parent's death.
 
     Raises:
-        UnsupportedSystem: this is another system, where `what` does not work.
+        UnsupportedSystem: this is another system, on which `what` does not work.
     """
     if sys.platform != "linux":
         name = {"darwin": "macOS"}.get(sys.platform, sys.platform)
@@ -43,7 +43,7 @@ def require_linux(what: str) -> None:
 
 
 def require_system_for_training(environ: Mapping[str, str]) -> None:
-    """Linux; or macOS for a world of one, which takes files, flock and a process group without a connection.
+    """Require Linux, or macOS for a world of one, which needs files, flock and a process group without a connection.
 
     Raises:
         UnsupportedSystem: this is another system, or macOS with a launcher's variables in `environ`.
@@ -58,14 +58,14 @@ def require_system_for_training(environ: Mapping[str, str]) -> None:
 
 
 def num_cores() -> int:
-    """Processors that this process may use; on macOS, which does not limit them, all."""
+    """The number of processors that this process may use; on macOS, which sets no limit, all."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def processor_facts(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
-    """What Linux tells of the first processor, by name; empty where there is no such file."""
+    """The fields of the first processor in /proc/cpuinfo, by name; empty if there is no such file."""
     try:
         first = cpuinfo.read_text(errors="replace").partition("\n\n")[0]
     except OSError:
@@ -74,12 +74,12 @@ def processor_facts(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
-    """Have glibc keep up to 64 MiB of freed memory, and take blocks of up to 32 MiB from it, where `environ` does not
-    set that: whether it does.
+    """Let glibc keep up to 64 MiB of freed memory, and take blocks of up to 32 MiB from it, unless `environ` configures
+    malloc. Return whether that succeeded.
 
-    It would get there by itself once a block of 32 MiB was freed (mallopt(3), M_MMAP_THRESHOLD). Until then a step on
-    the CPU, which frees its activations, may give them back to the kernel and get them anew, page by page, for a tenth
-    of its time; whether it does depends on what happens to lie above them.
+    glibc adjusts itself to this once a block of 32 MiB was freed (mallopt(3), M_MMAP_THRESHOLD). Before, a step on the
+    CPU may return its activations to the kernel and get them back page by page, for a tenth of its time. That depends
+    on which blocks happen to be above them in memory.
     """
     if any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
         return False
@@ -90,16 +90,16 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
 
 
 def close_in_forked_children(port: int, server: object) -> None:
-    """Have children of `fork`, such as DataLoader processes, close their copies of the sockets that have this port
-    here. Only as long as `server` is there: others may get its port."""
+    """Make children of `fork`, such as DataLoader processes, close their copies of the sockets with this local port.
+    Only while `server` exists, because another socket may get its port later."""
     alive = weakref.ref(server)
     os.register_at_fork(after_in_child=lambda: close_sockets_at(port) if alive() is not None else None)
 
 
 def try_flock(fd: int, operation: int, timeout: timedelta = timedelta(0)) -> bool:
-    """Whether this open file got the lock, shared or exclusive, within `timeout`. The kernel drops it with the process,
-    however that ends. Raises OSError where the file system has no flock."""
-    import fcntl  # not on Windows, where this module says what to do instead
+    """Try to lock an open file, shared or exclusive, within `timeout`; return whether it succeeded. The kernel drops
+    the lock when the process ends in any way. Raises OSError if the file system has no flock."""
+    import fcntl  # missing on Windows, where this module must still report what to do instead
 
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
@@ -114,7 +114,7 @@ def try_flock(fd: int, operation: int, timeout: timedelta = timedelta(0)) -> boo
 
 
 def flock_holder(fd: int) -> int | None:
-    """The process of this host that took the exclusive flock of a file; None where none is seen (proc(5), locks)."""
+    """The pid of this host that holds the exclusive flock of a file; None if none is visible (proc(5), locks)."""
     inode = str(os.fstat(fd).st_ino)
     with suppress(OSError), open("/proc/locks", encoding="ascii") as lines:
         for line in lines:
@@ -125,8 +125,8 @@ def flock_holder(fd: int) -> int | None:
 
 
 def local_flock(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """The mount option (proc(5), mountinfo) by which an flock below an absolute path holds for this host alone, though
-    other hosts may see the file; None where there is none, or it cannot be seen."""
+    """The mount option (proc(5), mountinfo) that limits an flock below an absolute path to this host, although other
+    hosts may see the file; None if there is none, or it is not visible."""
     deepest, found = 0, None
     with suppress(OSError, ValueError):
         for line in mountinfo.read_text(errors="surrogateescape").splitlines():
@@ -134,15 +134,15 @@ def local_flock(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> s
             point, options = mount.split()[4:6]
             point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
             depth = len(Path(point).parts)
-            if path.is_relative_to(point) and depth >= deepest:  # of several at one place the last is on top
+            if path.is_relative_to(point) and depth >= deepest:  # of several mounts at one place the last is on top
                 local = LOCAL_FLOCK.intersection(re.split("[ ,]", f"{options},{system}"))
                 deepest, found = depth, min(local, default=None)
     return found
 
 
 def process_stat(pid: int) -> tuple[str | None, str]:
-    """State letter and start time of a process; (None, "") where there is none, ("?", "") where that cannot be seen:
-    without a /proc, or where it hides the processes of others (hidepid of proc(5))."""
+    """State letter and start time of a process. (None, "") if there is none. ("?", "") if that is not visible: without
+    /proc, or if it hides processes of other users (hidepid of proc(5))."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # the name in parentheses may itself hold parentheses and spaces
@@ -155,7 +155,7 @@ def process_stat(pid: int) -> tuple[str | None, str]:
 
 
 def is_there(pid: int) -> bool:
-    """Whether this machine has such a process, of whatever user; one that has ended, and is not waited for, too."""
+    """Whether this machine has a process with this pid, of any user; also a zombie."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -166,13 +166,12 @@ def is_there(pid: int) -> bool:
 
 
 def name_of_process(pid: int) -> str:
-    """Of this machine; by it `has_ended` knows the process again, also where a later one has its pid."""
+    """A name by which `has_ended` recognises a process of this machine, even if a later process gets its pid."""
     return f"{pid} {process_stat(pid)[1]} {pid_namespace()}"
 
 
 def has_ended(name: str) -> bool:
-    """Whether a process, by its `name_of_process`, has ended; False where that cannot be seen from here, as from
-    within a container."""
+    """Whether a process, by its `name_of_process`, has ended; False if that is not visible, as inside a container."""
     pid, started, namespace = [*name.split(), "", "", ""][:3]
     if not (pid.isdecimal() and namespace and namespace == pid_namespace()):
         return False
@@ -181,7 +180,7 @@ def has_ended(name: str) -> bool:
 
 
 def pid_namespace() -> str:
-    """That whose pids this process sees; "" where there is no /proc, or one that counts processes otherwise."""
+    """The pid namespace that this process sees; "" without /proc, or if /proc is that of another namespace."""
     try:
         return os.readlink("/proc/self/ns/pid") if os.readlink("/proc/self") == str(os.getpid()) else ""
     except OSError:
@@ -189,8 +188,8 @@ def pid_namespace() -> str:
 
 
 def give_up_gone_terminals() -> None:
-    """Let stdout and stderr go to /dev/null where they are a terminal that has gone: each write to it fails, and with
-    it the code that is trained. What it prints is lost from then on, as our own lines are (errors.write_line)."""
+    """Redirect stdout and stderr to /dev/null if they are a closed terminal. Otherwise each write of the user's code
+    would fail. Its output is lost from then on, as our own lines are (errors.write_line)."""
     import termios
 
     for fd in (1, 2):
@@ -203,7 +202,7 @@ def give_up_gone_terminals() -> None:
 
 
 def call_in_children(method: Callable[[], None]) -> None:
-    """Have processes that are forked from this one call a bound method, as long as its object is there."""
+    """Make forked children call a bound method, as long as its object exists."""
     found = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -214,7 +213,7 @@ def call_in_children(method: Callable[[], None]) -> None:
 
 
 def open_sockets() -> dict[int, str]:
-    """The sockets of this process: number -> `socket:[inode]`; none on macOS, where a world of one has none to shut."""
+    """The sockets of this process: descriptor -> `socket:[inode]`. Empty on macOS, where a world of one needs none."""
     found: dict[int, str] = {}
     if sys.platform != "linux":
         return found
@@ -226,22 +225,22 @@ def open_sockets() -> dict[int, str]:
 
 
 def opened_since(before: Mapping[int, str], now: Mapping[int, str]) -> dict[int, str]:
-    """Of two answers of `open_sockets` what the later one has more; a number may name another socket by then."""
+    """The sockets in the later of two results of `open_sockets` that are new; a descriptor may have been reused."""
     return {fd: name for fd, name in now.items() if before.get(fd) != name}
 
 
 def name_of_socket(fd: int) -> str | None:
-    """As the link in /proc says it, which takes four times as long to read. Raises: OSError."""
+    """The socket's name, as in its link in /proc, which takes four times as long to read. Raises: OSError."""
     status = os.fstat(fd)
     return f"socket:[{status.st_ino}]" if stat.S_ISSOCK(status.st_mode) else None
 
 
 def copy_of_socket(fd: int, name: str) -> socket.socket:
-    """A copy of one of `open_sockets`, for the caller to close. Raises: OSError: its number is another file's by now:
-    where that file has an flock, a copy that nobody closes keeps it."""
+    """Duplicate one of `open_sockets`; the caller closes it. Raises: OSError: the descriptor was reused for another
+    file. The copy is closed then, because it would keep that file's flock."""
     copy = os.dup(fd)
     try:
-        if name_of_socket(copy) != name:  # of the copy: nobody else closes it
+        if name_of_socket(copy) != name:  # of the copy, which no other thread closes
             raise OSError(errno.EBADF, f"descriptor {fd} is not {name} any more")
         return socket.socket(fileno=copy)
     except BaseException:
@@ -250,7 +249,7 @@ def copy_of_socket(fd: int, name: str) -> socket.socket:
 
 
 def close_sockets_at(port: int) -> None:
-    """This process's copies of the sockets that have this port here."""
+    """Close this process's copies of the sockets with this local port."""
     for fd, name in open_sockets().items():
         with suppress(OSError), copy_of_socket(fd, name) as copy:
             if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == port:
@@ -258,13 +257,13 @@ def close_sockets_at(port: int) -> None:
 
 
 def answer_of(call: Callable[[], Answer], name: str) -> Future[Answer]:
-    """What comes of `call` on a daemon thread of that name, which can be left behind where it hangs."""
+    """Run `call` on a daemon thread of this name, and return its future. A thread that hangs can be abandoned."""
     answer: Future[Answer] = Future()
 
     def run() -> None:
         try:
             answer.set_result(call())
-        except Exception as error:  # who asks for the result raises it
+        except Exception as error:  # raised by Future.result
             answer.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -272,5 +271,5 @@ def answer_of(call: Callable[[], Answer], name: str) -> Future[Answer]:
 
 
 def through_suspends() -> float:
-    """A monotonic clock that goes on while the machine is suspended, and others may train."""
+    """A monotonic clock that goes on while the machine is suspended, because other machines may train meanwhile."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()

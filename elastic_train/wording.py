@@ -1,4 +1,4 @@
-"""Numbers as a person reads them, and the words of a command line."""
+"""Texts for people: numbers in readable form, and errors of a command line."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TORCHRUN_OPTIONS = (
 )  # fmt: skip
 
 SHOWN_NAMES = 3
-"""of parameters, in a message"""
+"""The number of parameter names in a message."""
 
 
 def count(number: int | None, noun: str) -> str:
-    """`1 step`, `2 steps`."""
+    """A number with its noun: `1 step`, `2 steps`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -36,7 +36,7 @@ def workers_go_on(world_size: int, step: int) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What was given in place of something else: `nothing (no return?)`, `a float`, `an int`, `the class AdamW`."""
+    """Describe a value of a wrong type: `nothing (is its return missing?)`, `a float`, `an int`, `the class AdamW`."""
     if value is None:
         return "nothing (is its return missing?)"
     if isinstance(value, type):
@@ -46,7 +46,7 @@ def kind_of(value: object) -> str:
 
 
 def main_metrics(metrics: Mapping[str, float]) -> dict[str, str]:
-    """All that was measured of a test set, `0.0153`, the accuracy first, `97.50%`; then without the loss."""
+    """Format the metrics of a test set, such as `0.0153`. The accuracy, if any, comes first and replaces the loss."""
     numbers = {name: f"{value:.4g}" for name, value in metrics.items()}
     if "accuracy" not in metrics:
         return numbers
@@ -55,12 +55,12 @@ def main_metrics(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def flags_in(words: Iterable[str]) -> list[str]:
-    """Of a command line, without their values."""
+    """The flags of a command line, without their values."""
     return [word.partition("=")[0] for word in words if word.startswith("--")]
 
 
 def flag_without_value(words: Sequence[str], unset: Collection[str]) -> str | None:
-    """The first flag of a command line whose value is empty, or that is `unset` all the same."""
+    """The first flag of a command line with an empty value, or in `unset` although it is given; else None."""
     before = ""
     for word in words:
         name, equals, value = word.partition("=")
@@ -77,7 +77,7 @@ def no_value(name: str) -> str:
 
 
 def of_torchrun(words: Sequence[str]) -> str:
-    """What is to be said of torchrun's own flags among those of a script; nothing where there are none."""
+    """The hint for torchrun's own flags among those of a script; empty if there are none."""
     names = (*TORCHRUN_OPTIONS, *TORCHRUN_SWITCHES)
     found = [flag for flag in flags_in(words) if flag.removeprefix("--").replace("_", "-") in names]
     if not found:
@@ -87,7 +87,7 @@ def of_torchrun(words: Sequence[str]) -> str:
 
 
 def unrecognized(words: Sequence[str], known: Collection[str], where: str) -> str:
-    """`unrecognized arguments: --epoch (did you mean --epochs? ...)`; `where` says where all can be read."""
+    """The error `unrecognized arguments: --epoch (did you mean --epochs? ...)`; `where` points to the list of flags."""
     found: list[str] = []
     for flag in flags_in(words):
         longer = sorted(name for name in known if name.endswith(flag[1:]))
@@ -97,7 +97,7 @@ def unrecognized(words: Sequence[str], known: Collection[str], where: str) -> st
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
-    """Lines of a table: cells to the right, those of the columns `left` to the left."""
+    """The lines of a table: cells are right-aligned, those in the columns `left` left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -109,7 +109,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Two units at most; a time that lies ahead, by a clock of another machine, is none."""
+    """A duration in at most two units. A negative one, by another machine's clock, counts as 0."""
     seconds = max(0.0, seconds)
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
@@ -131,6 +131,6 @@ def human_bytes(count: int) -> str:
 
 
 def nearest_multiples(value: int, divisor: int) -> list[int]:
-    """The multiples of `divisor` next to `value`, below and above, without zero."""
+    """The multiples of `divisor` nearest to `value`, below and above, without zero."""
     below = value // divisor * divisor
     return [m for m in (below, below + divisor) if m > 0]

@@ -1,1 +1,1 @@
-"""Who says in advance that this node may be taken away: clouds, schedulers, a file; and the thread that asks them."""
+"""Advance notices that this node may be taken away (from clouds, schedulers, files), and the thread that polls them."""

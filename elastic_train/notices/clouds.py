@@ -1,8 +1,8 @@
-"""Notices of AWS, GCP and Azure, each from the metadata server of its machines; and which of them this machine has.
+"""Notices of AWS, GCP and Azure from their metadata servers; and detection of the cloud that this machine is in.
 
-The pages that say how to ask, by their titles: "Use the Instance Metadata Service to access instance metadata" (Amazon
-EC2 User Guide), "View and query VM metadata" (Compute Engine), "Azure Instance Metadata Service". notice.py names those
-that say what is answered.
+These pages define the requests, by title: "Use the Instance Metadata Service to access instance metadata" (Amazon EC2
+User Guide), "View and query VM metadata" (Compute Engine), "Azure Instance Metadata Service". notice.py names the pages
+that define the answers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from elastic_train.notices.notice import (
 from elastic_train.preemption import PreemptionNotice
 
 PROBE_SECONDS = 0.3
-"""for finding out which cloud this is"""
+"""The time limit for the detection of the cloud."""
 GPU_MAINTENANCE_SECONDS = 3600.0
-"""GCP's, between the announcement and the end"""
+"""GCP's time from the announcement to the end of a machine with a GPU."""
 TOKEN_SECONDS = 21600
-"""that a token of IMDSv2 is asked for: the longest that there is"""
+"""The requested lifetime of a token of IMDSv2: the maximum."""
 GOOGLE = {"Metadata-Flavor": "Google"}
 AZURE = {"Metadata": "true"}
 EVENTS_PATH = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -37,15 +37,15 @@ MACHINE_PATH = "/metadata/instance/compute/name?api-version=2021-02-01&format=te
 
 
 class TokenSilent(NoticeUnreadable):
-    """No answer to a question for a token."""
+    """A request for a token got no answer."""
 
 
 class AwsSource:
-    """IMDSv2: a token first. Each of the two documents is a 404 as long as there is no notice of its kind."""
+    """IMDSv2, which needs a token. Each of the two documents is a 404 as long as there is no notice of its kind."""
 
     name = "aws"
     poll_seconds = 2.0
-    """AWS recommends 5 s at most; nodes that are taken together should hear of it within the 3 s before they leave"""
+    """AWS recommends 5 s at most. Nodes that are taken together should notice within the 3 s before they leave."""
 
     def __init__(self, address: tuple[str, int] = LINK_LOCAL) -> None:
         self._address = address
@@ -60,7 +60,7 @@ class AwsSource:
 
     def _document(self, path: str) -> str | None:
         answer = self._ask(path)
-        if answer.status == 401:  # the token has run out
+        if answer.status == 401:  # the token has expired
             self._token = None
             answer = self._ask(path)
         if answer.status == 404:
@@ -76,10 +76,10 @@ class AwsSource:
 
 
 def aws_token(address: tuple[str, int], seconds: float) -> str:
-    """A token of IMDSv2. The answer to this PUT is not forwarded further than the instance's hop limit says, so that in
-    a container of a network of its own there is none where it is 1.
+    """Request a token of IMDSv2. The answer travels only as many hops as the instance's hop limit. With a limit of 1 no
+    answer reaches a container with its own network.
 
-    Raises: TokenSilent; NoticeUnreadable: it is refused, or none.
+    Raises: TokenSilent; NoticeUnreadable: the request is refused, or the answer is no token.
     """
     path = "/latest/api/token"
     headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
@@ -94,11 +94,11 @@ def aws_token(address: tuple[str, int], seconds: float) -> str:
 
 
 class GcpSource:
-    """Two values under /computeMetadata/v1/instance; asked for with a header, and answered with one."""
+    """Two values under /computeMetadata/v1/instance. Request and answer carry the header Metadata-Flavor."""
 
     name = "gcp"
     poll_seconds = 2.0
-    """of the 30 s that there are"""
+    """A small part of the 30 s between notice and end."""
 
     def __init__(
         self,
@@ -110,13 +110,13 @@ class GcpSource:
         self._address, self._now = address, now
         self._has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) if has_gpu is None else has_gpu
         self._has_none = False
-        """no maintenance has been announced, at the last look"""
+        """Whether the last look found no maintenance announced."""
         self._announced: float | None = None
-        """Unix seconds: when one was, where that was seen"""
+        """The time of the announcement in Unix seconds, if it came during this process."""
 
     def look(self) -> PreemptionNotice | None:
         preempted = from_preempted(self._value("preempted"))
-        if preempted is not None:  # no other answer, nor a failure, could say more
+        if preempted is not None:  # no other answer could add to this, so a failure must not hide it
             return preempted
         event = from_maintenance_event(self._value("maintenance-event"))
         has_ending = event is not None and event.is_certain
@@ -128,10 +128,10 @@ class GcpSource:
         return self._with_deadline(event) if event is not None and has_ending else event
 
     def _with_deadline(self, ending: PreemptionNotice) -> PreemptionNotice:
-        """A machine with a GPU is ended an hour after its announcement, any other one 60 s after it."""
+        """Add the deadline of a machine with a GPU, an hour after the announcement. Other machines end after 60 s."""
         if not self._has_gpu:
             return ending
-        if self._announced is None:  # announced before this start: to leave would be to leave again at each start
+        if self._announced is None:  # announced before this start: a certain notice would end every restart
             return replace(ending, is_certain=False)
         return replace(ending, deadline=self._announced + GPU_MAINTENANCE_SECONDS)
 
@@ -140,14 +140,14 @@ class GcpSource:
 
 
 class AzureSource:
-    """Scheduled Events of this VM, which it knows by its name. Nothing is acknowledged: that would bring them nearer.
+    """Scheduled Events for this VM, by its name. Nothing is acknowledged, because that would start events earlier.
 
-    The first question turns the service on; it may take two minutes to answer.
+    The first request enables the service; its answer may take two minutes.
     """
 
     name = "azure"
     poll_seconds = 1.0
-    """as long as it may take of the 30 s before a Spot VM is taken"""
+    """A small part of the 30 s between notice and end of a Spot VM."""
 
     def __init__(self, address: tuple[str, int] = LINK_LOCAL) -> None:
         self._address = address
@@ -160,7 +160,7 @@ class AzureSource:
 
 
 def is_google(answer: Answer) -> bool:
-    """Whether Google's server has answered: a proxy, or some other server at that address, does not say so."""
+    """Whether Google's server has answered: a proxy or another server at that address does not send this header."""
     return answer.headers.get("metadata-flavor") == "Google"
 
 
@@ -173,8 +173,8 @@ def required(address: tuple[str, int], path: str, headers: Mapping[str, str]) ->
 
 
 def find_cloud(address: tuple[str, int] = LINK_LOCAL, seconds: float = PROBE_SECONDS) -> NoticeSource | None:
-    """The cloud that this machine is in, or None. Asks that one address alone, each cloud's own question in turn, until
-    one answers as its documentation says. Blocks at most `seconds` for all of them."""
+    """The source of the cloud that this machine is in, or None. Sends each cloud's own request in turn, to this address
+    only, until an answer is as documented. Blocks at most `seconds` for all requests."""
     deadline = time.monotonic() + seconds
 
     def left() -> float:
@@ -188,8 +188,8 @@ def find_cloud(address: tuple[str, int] = LINK_LOCAL, seconds: float = PROBE_SEC
             return AzureSource(address)
         for_token = left()
         aws_token(address, for_token)
-    except TokenSilent:  # AWS's, and too many hops: it is asked on, and tells why; or one that is slow with everything
+    except TokenSilent:  # AWS beyond its hop limit (polling it logs that), or a server that is slow with everything
         return AwsSource(address) if for_token > seconds / 2 else None
-    except NoticeUnreadable:  # nobody is there, or nobody that we know
+    except NoticeUnreadable:  # no server, or an unknown one
         return None
     return AwsSource(address)

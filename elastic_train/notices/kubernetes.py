@@ -1,8 +1,8 @@
-"""Notices of Kubernetes: the conditions of this pod and the taints of its node, where the pod may read them.
+"""Notices of Kubernetes: the conditions of this pod and the taints of its node, if the pod may read them.
 
-What a pod finds in itself is as in "Accessing the Kubernetes API from a Pod". Its name is in POD_NAME, else its host's
-is taken, which in an Indexed Job is another one ("Job with Pod-to-Pod Communication"). Without a rule that lets its
-service account `get` pods (and nodes) it hears of its end by SIGTERM alone, as without this source.
+Token and address are found as in "Accessing the Kubernetes API from a Pod". The pod's name is in POD_NAME. Without it
+the host's name is used, which differs in an Indexed Job ("Job with Pod-to-Pod Communication"). If its service account
+may not `get` pods (and nodes), only SIGTERM announces the end, as without this source.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ NOT_FOUND = 404
 
 
 class KubernetesSource:
-    """The API server, as the pod's own service account.
+    """The API server, accessed with the pod's own service account.
 
     Args:
-        tell: says what it may not look at, once.
+        tell: logs, once per kind of object, that the account may not read it.
     """
 
     name = "kubernetes"
@@ -51,7 +51,7 @@ class KubernetesSource:
         pod = self._get("pods", f"/api/v1/namespaces/{namespace}/pods/{quote(pod_name, safe='')}")
         try:
             disrupted = from_pod(pod or {})
-            if disrupted is not None:  # no other answer, nor a failure, could say more
+            if disrupted is not None:  # no other answer could add to this, so a failure must not hide it
                 return disrupted
             node_name = (pod or {}).get("spec", {}).get("nodeName") or self._environ.get("NODE_NAME")
             node = self._get("nodes", f"/api/v1/nodes/{quote(node_name, safe='')}") if node_name else None
@@ -60,8 +60,8 @@ class KubernetesSource:
             raise NoticeUnreadable(f"no pod, or no node, of Kubernetes: {error}") from error
 
     def _get(self, kind: str, path: str) -> dict[str, Any] | None:
-        """None where this pod has never been let look. It asks again: a server whose authorizer has just begun, or is
-        cut off from what it asks, forbids all."""
+        """Get an object; None if this pod was never allowed to. Later looks ask again, because an API server whose
+        authorizer is starting or disconnected forbids everything."""
         address, tls = self._server()
         answer = ask(address, path, {"Authorization": f"Bearer {self._read('token')}"}, tls=tls)
         if answer.status == FORBIDDEN and kind not in self._given:
@@ -74,7 +74,7 @@ class KubernetesSource:
                 f"{refuse(answer, address, path)}: in an Indexed Job a pod is not named as its host; give "
                 "its container POD_NAME (fieldRef: metadata.name)"
             )
-        if answer.status != 200:  # nor is a notice withdrawn because it may not look any more
+        if answer.status != 200:  # also a late FORBIDDEN: losing the permission withdraws no notice
             raise refuse(answer, address, path)
         self._given.add(kind)
         return json_object(answer.text)
@@ -91,7 +91,7 @@ class KubernetesSource:
             raise NoticeUnreadable(f"{self._account / 'ca.crt'}: {error.strerror}") from error
 
     def _read(self, name: str) -> str:
-        """Anew each time: tokens are replaced."""
+        """Read a file of the service account; each time, because tokens are rotated."""
         try:
             return (self._account / name).read_text().strip()
         except OSError as error:

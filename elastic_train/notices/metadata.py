@@ -1,6 +1,6 @@
-"""One question over HTTP to somebody who may hang or lie: with an end, in few bytes, past proxies, where it was asked.
+"""One HTTP request to an untrusted server: limited in time and bytes, without proxies and redirects.
 
-Redirects are not followed, and no name is looked up for an address that is none.
+A numeric address causes no name lookup.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 from elastic_train.notices.notice import NoticeUnreadable
 
 LINK_LOCAL = ("169.254.169.254", 80)
-"""where AWS, GCP and Azure answer a machine about itself; on the way to it there is no router"""
+"""The metadata server of AWS, GCP and Azure, which tells a machine about itself. The address is never routed."""
 ANSWER_SECONDS = 2.0
-"""for one question, from the connection to the last byte"""
+"""The timeout of one request, from the connection to the last byte."""
 MOST_BYTES = 64 * 1024
-"""of an answer; no notice is longer"""
+"""The longest answer that is accepted; no notice is longer."""
 
 
 @dataclass(frozen=True)
 class Answer:
     status: int
     headers: Mapping[str, str]
-    """by names in small letters"""
+    """By names in lower case."""
     text: str
 
 
@@ -41,8 +41,8 @@ def ask(
     seconds: float = ANSWER_SECONDS,
     tls: ssl.SSLContext | None = None,
 ) -> Answer:
-    """Ask, and read the answer. Blocks at most `seconds`; with `tls`, or where `address` is a name, so long for each of
-    looking it up, connecting and the handshake.
+    """Send a request and read the answer. Blocks at most `seconds`; with `tls`, or if `address` holds a name, for each
+    of the lookup, the connection and the handshake.
 
     Raises: NoticeUnreadable.
     """
@@ -55,17 +55,17 @@ def ask(
             connection.request(method, path, headers={**headers, "Connection": "close"})
             response = connection.getresponse()
             body = response.read(MOST_BYTES + 1)
-    except http.client.InvalidURL:  # which its message would show
+    except http.client.InvalidURL:  # its message contains the URL, which may hold a secret
         raise NoticeUnreadable(f"{_url(address, path)}: no URL has such characters") from None
     except (OSError, http.client.HTTPException) as error:
         raise NoticeUnreadable(f"{_url(address, path)}: {str(error) or type(error).__name__}") from error
-    except ValueError:  # of a header, which its message would show, a token too
+    except ValueError:  # an invalid header; its message contains the header, which may be a token
         raise NoticeUnreadable(f"{_url(address, path)}: this is no HTTP") from None
     finally:
         connection.close()
     if len(body) > MOST_BYTES:
         raise NoticeUnreadable(f"{_url(address, path)}: more than {MOST_BYTES} bytes")
-    if response.length:  # what http.client reads in parts it does not compare with what was promised
+    if response.length:  # http.client does not check the length of a body that is read in parts
         promised = len(body) + response.length
         raise NoticeUnreadable(f"{_url(address, path)}: it breaks off after {len(body)} of {promised} bytes")
     named = {name.lower(): value for name, value in response.getheaders()}
@@ -73,12 +73,12 @@ def ask(
 
 
 def refuse(answer: Answer, address: tuple[str, int], path: str) -> NoticeUnreadable:
-    """For an answer with a status that says nothing about a notice."""
+    """The error for an answer with a status that tells nothing about a notice."""
     return NoticeUnreadable(f"{_url(address, path)}: HTTP status {answer.status}")
 
 
 def _url(address: tuple[str, int], path: str) -> str:
-    """Without a query, which may hold a secret."""
+    """The URL without its query, which may hold a secret."""
     return f"{address[0]}:{address[1]}{path.partition('?')[0]}"
 
 
@@ -89,8 +89,8 @@ def _connection(address: tuple[str, int], seconds: float, tls: ssl.SSLContext | 
 
 
 class _Limited(io.RawIOBase):
-    """A connected socket of which all that is said and heard ends at a deadline; one timeout for each read would not
-    end a server that sends a byte now and then."""
+    """A connected socket with one deadline for everything. A timeout per read would not stop a server that sends a byte
+    now and then."""
 
     def __init__(self, sock: Any, deadline: float) -> None:
         super().__init__()
@@ -117,4 +117,4 @@ class _Limited(io.RawIOBase):
         return io.BufferedReader(self)
 
     def close(self) -> None:
-        """Does nothing: a connection that is to end closes it before the body is read."""
+        """Do nothing: with "Connection: close", http.client calls this before the body is read."""

@@ -1,6 +1,6 @@
-"""What the sources of notices answer, made a `PreemptionNotice`; and what a source is. Pure.
+"""Convert the answers of notice sources into a `PreemptionNotice`; the interface of a source. Pure functions.
 
-The pages that say what the answers are, by their titles:
+These pages define the answers, by title:
 
 - AWS: "Spot Instance interruption notices" and "EC2 instance rebalance recommendations" (Amazon EC2 User Guide)
 - GCP: "Spot VMs" (Preemption process), "Monitor and plan for a host maintenance event" and "Handle GPU host
@@ -20,7 +20,7 @@ from elastic_train.preemption import PreemptionNotice
 from elastic_train.runlog.reader import dict_of
 
 AZURE_LOSING = ("Preempt", "Terminate", "Reboot", "Redeploy")
-"""events after which the processes of a machine are gone; a `Freeze` is a pause of some seconds"""
+"""Events that end the processes of a machine. A `Freeze` is only a pause of some seconds."""
 LOSING_TAINTS = {
     "node.kubernetes.io/out-of-service": "the node is out of service",
     "ToBeDeletedByClusterAutoscaler": "the cluster autoscaler deletes the node",
@@ -28,25 +28,25 @@ LOSING_TAINTS = {
     "aws-node-termination-handler/spot-itn": "the spot instance is interrupted",
     "karpenter.sh/disrupted": "Karpenter disrupts the node",
 }
-"""keys of taints on nodes that go away; that it is cordoned off (`unschedulable`) takes no pod away"""
+"""Keys of taints on nodes that go away. A cordoned node (`unschedulable`) keeps its pods."""
 
 
 LATEST = 253402300800
-"""Unix seconds: the year 10000"""
+"""The year 10000, in Unix seconds."""
 
 
 class NoticeUnreadable(Exception):
-    """A source gave no answer, or one that means nothing. What it said before still counts."""
+    """A source gave no answer, or a meaningless one. Its previous answer still counts."""
 
 
 class NoticeSource(Protocol):
-    """Somebody who may know that this node is taken away."""
+    """A source of notices that this node is taken away."""
 
     name: str
     poll_seconds: float
 
     def look(self) -> PreemptionNotice | None:
-        """What it says now: a notice, or clearly that there is none. May block for some seconds.
+        """Ask the source; return its notice, or None if it clearly has none. May block for some seconds.
 
         Raises: NoticeUnreadable.
         """
@@ -57,13 +57,13 @@ class NoticeSource(Protocol):
 
 
 def from_instance_action(text: str) -> PreemptionNotice:
-    """`{"action": "terminate", "time": "2017-09-18T08:22:00Z"}`; the actions are terminate, stop and hibernate."""
+    """Parse `{"action": "terminate", "time": "2017-09-18T08:22:00Z"}`. Actions are terminate, stop and hibernate."""
     fields = json_object(text)
     return PreemptionNotice("aws", f"spot instance {_text(fields, 'action')}", _iso_time(_text(fields, "time")))
 
 
 def from_rebalance(text: str) -> PreemptionNotice:
-    """`{"noticeTime": "2020-10-27T08:22:00Z"}`: an interruption is likely, at no time that is known."""
+    """Parse `{"noticeTime": "2020-10-27T08:22:00Z"}`: an interruption is likely, at an unknown time."""
     _iso_time(_text(json_object(text), "noticeTime"))
     return PreemptionNotice("aws", "rebalance recommendation", is_certain=False)
 
@@ -72,7 +72,7 @@ def from_rebalance(text: str) -> PreemptionNotice:
 
 
 def from_preempted(text: str) -> PreemptionNotice | None:
-    """TRUE or FALSE. When it is TRUE, the machine is ended 30 s later at most."""
+    """Parse TRUE or FALSE. After TRUE the machine ends within 30 s."""
     match text.strip().upper():
         case "TRUE":
             return PreemptionNotice("gcp", "the VM is preempted")
@@ -82,8 +82,8 @@ def from_preempted(text: str) -> PreemptionNotice | None:
 
 
 def from_maintenance_event(text: str) -> PreemptionNotice | None:
-    """NONE, MIGRATE_ON_HOST_MAINTENANCE or TERMINATE_ON_HOST_MAINTENANCE. A migration keeps the processes; when the
-    machine is ended, this does not say."""
+    """Parse NONE, MIGRATE_ON_HOST_MAINTENANCE or TERMINATE_ON_HOST_MAINTENANCE. A migration keeps the processes. The
+    answer does not contain the time at which the machine ends."""
     match text.strip():
         case "NONE":
             return None
@@ -98,12 +98,12 @@ def from_maintenance_event(text: str) -> PreemptionNotice | None:
 
 
 def from_scheduled_events(text: str, machine: str) -> PreemptionNotice | None:
-    """`{"DocumentIncarnation": 1, "Events": [{"EventType": "Preempt", "Resources": ["vm-1"], "EventStatus":
-    "Scheduled", "NotBefore": "Mon, 19 Sep 2016 18:29:47 GMT", ...}]}`, `NotBefore` empty once it has started.
+    """Parse `{"DocumentIncarnation": 1, "Events": [{"EventType": "Preempt", "Resources": ["vm-1"], "EventStatus":
+    "Scheduled", "NotBefore": "Mon, 19 Sep 2016 18:29:47 GMT", ...}]}`; `NotBefore` is empty once the event has started.
 
     Args:
-        machine: the name of this VM; all VMs of a scale set see the events of each other. One that means nothing hides
-            none of this VM's; alone it may be one of them.
+        machine: the name of this VM; a VM of a scale set also sees events of the others. An unreadable event raises
+            only if no readable one is of this VM.
     """
     events = json_object(text).get("Events")
     if not isinstance(events, list):
@@ -118,7 +118,7 @@ def from_scheduled_events(text: str, machine: str) -> PreemptionNotice | None:
             unread = error
     if unread is not None and not ours:
         raise unread
-    # The one to act on: a certain one, and the earliest of these.
+    # The event to act on: the earliest of the certain ones, if there are any.
     return min(ours, key=lambda one: (not one.is_certain, one.deadline or 0.0), default=None)
 
 
@@ -139,7 +139,7 @@ def _from_event(event: dict[str, Any]) -> PreemptionNotice:
 
 
 def from_pod(pod: dict[str, Any]) -> PreemptionNotice | None:
-    """A pod with the condition DisruptionTarget is about to be ended; `deletionTimestamp` is when, where it is set."""
+    """Find the condition DisruptionTarget: the pod is about to be ended, at `deletionTimestamp` if that is set."""
     for condition in dict_of(pod, "status").get("conditions") or ():
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
             ends = dict_of(pod, "metadata").get("deletionTimestamp")
@@ -149,7 +149,7 @@ def from_pod(pod: dict[str, Any]) -> PreemptionNotice | None:
 
 
 def from_node(node: dict[str, Any]) -> PreemptionNotice | None:
-    """A node with a taint that says that it goes away; how long it has is not said."""
+    """Find a taint of a node that goes away; it contains no time."""
     keys = {taint.get("key") for taint in dict_of(node, "spec").get("taints") or ()}
     said = next((said for key, said in LOSING_TAINTS.items() if key in keys), None)
     return None if said is None else PreemptionNotice("kubernetes", said)
@@ -159,9 +159,9 @@ def from_node(node: dict[str, Any]) -> PreemptionNotice | None:
 
 
 def from_own(source: str, text: str) -> PreemptionNotice | None:
-    """`{"deadline": 1790000000, "certain": true, "reason": "...", "source": "..."}`, each of them optional. The
-    deadline is in Unix seconds or as 2026-09-18T08:22:00Z. An empty text is a certain notice without a time,
-    `null` is none."""
+    """Parse `{"deadline": 1790000000, "certain": true, "reason": "...", "source": "..."}`; each field is optional. The
+    deadline is in Unix seconds or as 2026-09-18T08:22:00Z. An empty text is a certain notice without a deadline, `null`
+    is no notice."""
     if not text.strip():
         return PreemptionNotice(source, "notice")
     if text.strip() == "null":
@@ -181,7 +181,7 @@ def from_own(source: str, text: str) -> PreemptionNotice | None:
 
 
 def to_own(notice: PreemptionNotice | None) -> str:
-    """What `from_own` reads."""
+    """Write a notice as JSON for `from_own`."""
     if notice is None:
         return "null"
     return json.dumps(notice.to_fields())
@@ -216,7 +216,7 @@ def _iso_time(text: str) -> float:
 
 
 def _http_time(text: str) -> float:
-    """Of RFC 1123, as in HTTP's headers."""
+    """Parse a time of RFC 1123, as in HTTP headers, to Unix seconds."""
     try:
         return _unix_seconds(parsedate_to_datetime(text))
     except (ValueError, TypeError, OverflowError) as error:
@@ -224,7 +224,7 @@ def _http_time(text: str) -> float:
 
 
 def _unix_seconds(moment: datetime) -> float:
-    """Raises: ValueError: it is none that a clock shows."""
+    """Raises: ValueError: the time is outside of the years 1970 to 9999."""
     seconds = (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
     if not 0 <= seconds < LATEST:
         raise ValueError(moment)

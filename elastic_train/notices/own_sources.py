@@ -1,4 +1,4 @@
-"""Notices of one's own: a file, an endpoint, a signal of SLURM; and what one worker of a node tells the others."""
+"""Notices from a file, an endpoint or SLURM's signal; and the relay from one worker of a node to its other workers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from elastic_train.preemption import LEAD_SECONDS, PreemptionNotice
 from elastic_train.storage.atomic_files import write_atomic
 
 NO_NOTICE = (204, 404)
-"""HTTP statuses of an endpoint without one"""
+"""The HTTP statuses of an endpoint without a notice."""
 LEFT_SECONDS = 3600.0
-"""after which nobody reads a relay any more: a node leaves minutes after it was written, or has read that it stays"""
+"""The age after which a relay file is unused: its node has left, minutes after the write, or has read a withdrawal."""
 
 
 class FileSource:
-    """A file: there is a notice as long as it is there. `touch` is enough."""
+    """A file: there is a notice as long as the file exists. `touch` is enough."""
 
     name = "file"
     poll_seconds = 0.5
@@ -38,7 +38,7 @@ class FileSource:
 
 
 class EndpointSource:
-    """An http:// or https:// URL that answers as a file would read, or with 204 or 404 where there is no notice."""
+    """An http:// or https:// URL that returns the content of such a file, or 204 or 404 if there is no notice."""
 
     name = "http"
     poll_seconds = 2.0
@@ -61,11 +61,11 @@ class EndpointSource:
 
 
 class SlurmSource:
-    """SIGUSR1, as `--signal=USR1@60` has it sent to what srun has started (the manual page of sbatch). SLURM takes
-    nothing back.
+    """SIGUSR1, which `--signal=USR1@60` sends to processes that srun has started (manual page of sbatch). SLURM never
+    withdraws it.
 
-    The end of the job's time is the deadline where it is near; else the signal is of a preemption, whose grace time
-    nobody tells the job. Made on the main thread, by every worker: the signal ends a process that does not expect it.
+    If the end of the job's time is near, it is the deadline. Otherwise the signal announces a preemption of unknown
+    grace time. Every worker creates this object on its main thread: without a handler the signal ends the process.
     """
 
     name = "slurm"
@@ -81,8 +81,8 @@ class SlurmSource:
         self._note()
 
     def hear(self) -> None:
-        """SIGUSR1 has come, and the main thread may not have come to its handler. From any thread."""
-        if signal.getsignal(signal.SIGUSR1) == self._remember:  # else it is the program's own
+        """Note a SIGUSR1 whose handler the main thread may not have run yet. Any thread may call this."""
+        if signal.getsignal(signal.SIGUSR1) == self._remember:  # else the program uses the signal itself
             self._note()
 
     def _note(self) -> None:
@@ -95,32 +95,32 @@ class SlurmSource:
 
 
 class Relay:
-    """A file in the run directory by which one worker of a node tells the others; a source to those.
+    """A file in the run directory that passes notices from one worker of a node to the others, which poll it.
 
-    Only what it says takes a notice back; that it is removed, with the one that wrote it, does not.
+    Only its content withdraws a notice. The removal of the file, with the worker that wrote it, does not.
     """
 
     name = "relay"
     poll_seconds = 1.0
-    """of the 3 s in which the workers of a node hear of it; the file system may be a far one"""
+    """Part of the 3 s in which all workers of a node must notice; not less, because the file system may be remote."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._last: PreemptionNotice | None = None
         self.may_be_there = False
-        """the file: this worker has written or read it"""
+        """Whether the file may exist: this worker has written or read it."""
 
     def begin(self) -> None:
-        """Remove what earlier starts have left that were killed: its own file, and those of any node that are too old
-        to be a living one's. Raises: OSError."""
+        """Delete the files of killed starts: this node's own, and files of other nodes that are older than
+        LEFT_SECONDS. Raises: OSError."""
         self.clear()
         for other in self._path.parent.glob("*"):
-            with suppress(OSError):  # another node's first worker removes it as well
+            with suppress(OSError):  # another node's first worker may delete it at the same time
                 if time.time() - other.stat().st_mtime > LEFT_SECONDS:
                     other.unlink()
 
     def clear(self) -> None:
-        """Remove it. Raises: OSError."""
+        """Delete the file. Raises: OSError."""
         self._path.unlink(missing_ok=True)
 
     def write(self, notice: PreemptionNotice | None) -> None:
@@ -139,12 +139,12 @@ class Relay:
 
 
 class AfterOthers:
-    """The relay, as long as another worker of the node asks the source and writes it; then the source itself. What the
-    relay has said last holds on where the source takes nothing back, or cannot be found.
+    """The relay while another worker of the node polls the source and writes the relay; afterwards the source itself.
+    The relay's last notice stays valid if the source never withdraws (SLURM), or is not found.
 
     Args:
-        is_first: whether this worker is to ask; called at each look.
-        find: the source; None: there is none. Called once.
+        is_first: whether this worker must poll the source; called at each look.
+        find: finds the source, or returns None; called once.
     """
 
     def __init__(self, relay: Relay, is_first: Callable[[], bool], find: Callable[[], NoticeSource | None]) -> None:
@@ -159,13 +159,13 @@ class AfterOthers:
             self._source = self._find() or self._relay
             self.name, self.poll_seconds = self._source.name, self._source.poll_seconds
         found = self._source.look()
-        if found is None and isinstance(self._source, SlurmSource):  # its signal may have come to the other one alone
+        if found is None and isinstance(self._source, SlurmSource):  # only the other worker may have got the signal
             return self._relay.look()
         return found
 
 
 def read_small(path: Path) -> str | None:
-    """None where there is no such file. Raises: NoticeUnreadable."""
+    """Read a small file; None if it does not exist. Raises: NoticeUnreadable."""
     try:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)

@@ -1,4 +1,4 @@
-"""The thread that asks for notices, so that no step waits for an answer; and the source that --notices names."""
+"""The thread that polls for notices, so that no step waits for an answer; and the choice of the source by --notices."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from elastic_train.notices.own_sources import EndpointSource, FileSource, SlurmS
 from elastic_train.preemption import NoticesFlag, PreemptionNotice
 
 SAME_SECONDS = 5.0
-"""by which a deadline may move from one answer to the next, and no more is told: sources that give the seconds which
-are left name another one each time"""
+"""A deadline that moves by at most this is not reported again: sources that give the remaining seconds move it slightly
+with each answer."""
 TOLD_FAILURES = 3
-"""answers in a row that mean nothing, before a person is told; one may be an accident"""
+"""Failed or meaningless answers in a row before a warning; a single one may be an accident."""
 
 
 class NoticeListener(Protocol):
-    """Who is told what a watcher hears, on its thread."""
+    """The receiver of a watcher's reports, on the watcher's thread."""
 
     def hear(self, notice: PreemptionNotice) -> None:
-        """There is a notice, or another one than before."""
+        """Take a notice that is new, or differs from the previous one."""
         ...
 
     def leave(self, notice: PreemptionNotice) -> None:
-        """It is time to leave."""
+        """Leave now."""
         ...
 
     def withdraw(self, notice: PreemptionNotice) -> None:
-        """`notice` holds no more, or is no reason to leave now."""
+        """Forget `notice`: it was withdrawn, or is no reason to leave yet."""
         ...
 
     def warn(self, message: str) -> None: ...
 
 
 class NoticeWatcher:
-    """Asks one source as often as it wants to be asked.
+    """Polls one source at the interval that the source wants.
 
     Args:
-        find: the source; called on the watcher's thread, for finding out may take a moment. None: there is none.
-        save_seconds: that the state takes to be saved; 0 where nobody knows.
+        find: finds the source, or returns None; called on the watcher's thread, because it may block for a moment.
+        save_seconds: the time to save the state; 0 if unknown.
         now: Unix seconds.
     """
 
@@ -70,7 +70,7 @@ class NoticeWatcher:
         threading.Thread(target=self._run, name="notices", daemon=True).start()
 
     def close(self) -> None:
-        """It asks no more. An answer that it waits for is not waited for."""
+        """Stop polling. Does not wait for a request in progress; its answer is ignored."""
         self._is_closed.set()
 
     def _run(self) -> None:
@@ -80,7 +80,7 @@ class NoticeWatcher:
             self._is_closed.wait(source.poll_seconds)
 
     def look(self, source: NoticeSource) -> None:
-        """Ask once, and tell what has changed. Where there is no answer the one before holds."""
+        """Ask the source once and report changes. Without an answer the previous one still holds."""
         try:
             found = source.look()
         except NoticeUnreadable as error:
@@ -99,7 +99,7 @@ class NoticeWatcher:
         is_other = found is not None and (before is None or _is_other(found, before))
         if before is not None and (found is None or (self._is_leaving and is_other and not is_due)):
             self._is_leaving = False
-            self._listener.withdraw(before)  # before what stands from now on: the last word holds
+            self._listener.withdraw(before)  # before `hear` and `leave`: the last call counts
         if found is not None and is_other:
             self._listener.hear(found)
         if found is not None and is_due and (is_other or not self._is_leaving):
@@ -108,7 +108,7 @@ class NoticeWatcher:
 
 
 def _is_other(found: PreemptionNotice, before: PreemptionNotice) -> bool:
-    """Whether it says another thing than the answer before: how sure, or when."""
+    """Whether a notice differs from the previous one in certainty or deadline."""
     if found.is_certain != before.is_certain or (found.deadline is None) != (before.deadline is None):
         return True
     return abs((found.deadline or 0.0) - (before.deadline or 0.0)) > SAME_SECONDS
@@ -117,7 +117,7 @@ def _is_other(found: PreemptionNotice, before: PreemptionNotice) -> bool:
 def source_of(
     flag: NoticesFlag, tell: Callable[[str], None], tell_also: Callable[[int, Callable[[], None]], None]
 ) -> Callable[[], NoticeSource | None]:
-    """What comes to the source, which may take a moment. Call this on the main thread: SLURM's takes a signal.
+    """Return a function that finds the source, and may block. Call on the main thread: SLURM's takes a signal.
 
     Args:
         tell_also: `StopSignal.tell_also`.

@@ -1,1 +1,1 @@
-"""What a run writes down of itself: events, one JSON object per line, and where its time went. Below all others."""
+"""The records of a run: events, one JSON object per line, and the use of its time. The lowest of all folders."""

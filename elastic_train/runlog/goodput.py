@@ -1,4 +1,4 @@
-"""Where the wall time of a run went: every second belongs to exactly one phase, so the phases sum to the wall."""
+"""The use of a run's wall time: every second belongs to exactly one phase, so the phases sum to the wall time."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from elastic_train.system import pid_namespace, process_stat
 
 
 class Phase(StrEnum):
-    """What a second was spent on. Time that cannot be attributed counts as lost (`DOWN`)."""
+    """The activity of a second. Time that cannot be attributed counts as lost (`DOWN`)."""
 
     STARTUP = "startup"
-    """from the start of the process to its readiness: imports, data, model"""
+    """From the start of the process until it is ready: imports, data, model."""
     FORM = "form"
-    """agreeing on a world, its process group, and the state that everybody starts from"""
+    """Agreement on a world, its process group, and the common state."""
     TRAIN = "train"
-    """steps that were kept, their data included: the numerator of goodput"""
+    """Steps that were kept, including their data: the numerator of goodput."""
     LOST = "lost"
-    """a step that was begun and not committed"""
+    """Steps that were begun and not committed."""
     EVALUATE = "evaluate"
     SNAPSHOT = "snapshot"
-    """the training thread waiting for a snapshot"""
+    """The training thread waits for a snapshot."""
     DOWN = "down"
-    """no process of the run was alive, or what it did after its last snapshot was lost with it"""
+    """No process of the run was alive, or its work since the last snapshot was lost."""
 
 
 class PhaseClock:
-    """Seconds by phase over the whole life of a run. Another thread than the one
-    whose time it is may read and reassign it.
+    """Seconds by phase over the whole life of a run, measured by the training thread. Other threads may read and
+    reassign them.
 
-    The totals travel with the training state: they survive restarts and the death of any one process.
-    `monotonic` and `wall` (Unix seconds) are parameters for tests.
+    The totals travel with the training state, so they survive restarts and the death of any process. `monotonic` and
+    `wall` (Unix seconds) are parameters for tests.
     """
 
     def __init__(
@@ -53,21 +53,21 @@ class PhaseClock:
         self._node_totals = dict(self._totals)
         self._inherited_nodes: dict[str, float] = {}
         self._num_nodes = 0
-        """0 until a world has told"""
+        """0 before the first world."""
         self._phase = Phase.STARTUP
         self._since = monotonic() - age
         self._process_started_at = wall() - age
         self.newest_down = 0.0
-        """seconds between the save of what was continued and the start of this process"""
+        """Seconds between the save of the state that was continued and the start of this process."""
 
     def begin_anew(self) -> None:
-        """As of a process that starts now: what this one did before is in the run's totals, which are to be loaded."""
+        """Reset the clock, as for a process that starts now. The time before is in the run's totals, loaded next."""
         self._totals, self._node_totals = (dict.fromkeys(self._totals, 0.0) for _ in range(2))
         self._inherited, self._inherited_nodes, self._num_nodes, self.newest_down = {}, {}, 0, 0.0
         self._phase, self._since, self._process_started_at = Phase.FORM, self._monotonic(), self._wall()
 
     def enter(self, phase: Phase) -> None:
-        """The running phase ends now and `phase` begins."""
+        """End the running phase now and begin `phase`."""
         with self._lock:
             now = self._monotonic()
             self._totals[self._phase] += now - self._since
@@ -75,7 +75,7 @@ class PhaseClock:
             self._phase, self._since = phase, now
 
     def count_nodes(self, number: int) -> None:
-        """So many nodes are in the run from now on; the first number counts from the start of this process."""
+        """Set the number of nodes in the run from now on; the first number counts from the start of this process."""
         with self._lock:
             self.enter(self._phase)
             if self._num_nodes == 0:
@@ -84,7 +84,7 @@ class PhaseClock:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """`phase` inside the block, and the phase that ran before it again afterwards."""
+        """Enter `phase` inside the block, and afterwards return to the phase before."""
         before = self._phase
         self.enter(phase)
         try:
@@ -93,7 +93,7 @@ class PhaseClock:
             self.enter(before)
 
     def reassign(self, seconds: float, source: Phase, target: Phase) -> None:
-        """Seconds booked on `source` turn out to belong to `target`, e.g. a step that was lost after all."""
+        """Move seconds from `source` to `target`, for example of a step that was lost after all."""
         with self._lock:
             self.enter(self._phase)
             seconds = min(seconds, self._totals[source])
@@ -107,7 +107,7 @@ class PhaseClock:
         return dict(self.state_dict()["totals"])
 
     def node_seconds(self) -> tuple[float, float]:
-        """(paid, kept): of all phases, and of steps that were kept. Nobody pays while no process is alive."""
+        """Node-seconds (paid, kept): of all phases, and of kept steps. Time without a live process is not paid."""
         totals = self.state_dict()["node_totals"]
         return sum(totals.values()), totals[Phase.TRAIN]
 
@@ -119,11 +119,11 @@ class PhaseClock:
             return {"totals": totals, "node_totals": nodes, "saved_at": self._wall()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the run whose totals these are, on top of this process's own seconds; the last call counts.
+        """Continue a run: add its totals to this process's own seconds. The last call counts.
 
-        The time between the save and the start of this process is `DOWN`, by wall clock: it spans processes, and
-        perhaps machines. What this process did before the save, while it waited for a place, is in the totals already.
-        A clock set back counts as no time.
+        The time between the save and the start of this process is `DOWN`. It is by wall clock, because it spans
+        processes and perhaps machines. The totals already contain the time of this process before the save, when it
+        waited for admission. A clock that was set back counts as no time.
         """
         with self._lock:
             self.enter(self._phase)
@@ -131,11 +131,11 @@ class PhaseClock:
             since_save = self._process_started_at - float(state["saved_at"])
             self.newest_down = max(0.0, since_save)
             self._inherited[Phase.DOWN] = self._inherited.get(Phase.DOWN, 0.0) + self.newest_down
-            if -since_save < sum(self._totals.values()):  # else a clock is wrong: it has not lived as long
+            if -since_save < sum(self._totals.values()):  # else a clock is wrong: the process is not that old
                 self._forget_first(-since_save)
 
     def _forget_first(self, seconds: float) -> None:
-        """The first seconds of this process are no part of the run's."""
+        """Remove the first seconds of this process from its totals."""
         if seconds <= 0:
             return
         for phase in Phase:  # in the order in which a process begins
@@ -147,7 +147,7 @@ class PhaseClock:
         self._process_started_at = self._wall() - sum(self._totals.values())
 
     def take_over(self, state: dict[str, Any]) -> None:
-        """A run that never stopped is joined: its totals stand, and what this process did before is no part of it."""
+        """Join a run that never stopped: take its totals, and drop the time of this process before."""
         self.enter(self._phase)
         self._inherit(state)
         self._totals, self._node_totals = (dict.fromkeys(self._totals, 0.0) for _ in range(2))
@@ -158,17 +158,17 @@ class PhaseClock:
 
 
 def goodput(totals: dict[str, float]) -> dict[str, float]:
-    """Seconds by phase, their sum `wall` and `ratio`, the share of it spent in steps that were kept."""
+    """Seconds by phase, their sum `wall`, and `ratio`, the share of kept steps in it."""
     wall = sum(totals.values())
     return {**totals, "wall": wall, "ratio": totals[Phase.TRAIN] / wall if wall > 0 else 0.0}
 
 
 def bill(*, paid: float, kept: float, samples: int, price: float | None) -> dict[str, Any]:
-    """What was paid and kept, in node-seconds, and what it cost; None where no price is known.
+    """The paid and kept node-seconds, and their cost; None for the cost without a price.
 
     Args:
-        samples: of the steps that were kept.
-        price: of a node for an hour.
+        samples: the number of samples in kept steps.
+        price: the price of a node for an hour.
     """
     cost = None if price is None else paid / 3600 * price
     return {
@@ -181,7 +181,7 @@ def bill(*, paid: float, kept: float, samples: int, price: float | None) -> dict
 
 
 def seconds_since_process_start() -> float:
-    """How long this process has lived, imports included; 0.0 where /proc does not tell."""
+    """The age of this process, imports included; 0.0 if /proc does not tell."""
     ticks = process_start_ticks()
     if ticks is None:
         return 0.0
@@ -189,12 +189,12 @@ def seconds_since_process_start() -> float:
 
 
 def process_start_ticks() -> int | None:
-    """When this process started, in the kernel's ticks since the machine did; None where /proc does not tell."""
+    """The start of this process in kernel ticks since boot; None if /proc does not tell."""
     _, ticks = process_stat(os.getpid())
     return int(ticks) if ticks else None
 
 
 def process_identity() -> dict[str, int | str | None]:
-    """What a file says of this process beside host and pid, so that its reader knows it from all others:
-    `started_ticks` and `pid_namespace`; see status_files.py."""
+    """The fields `started_ticks` and `pid_namespace` of a file, which with host and pid identify this process among all
+    others; see status_files.py."""
     return {"started_ticks": process_start_ticks(), "pid_namespace": pid_namespace()}

@@ -1,4 +1,4 @@
-"""How the lines of a ledger end: of generations that came to nothing a step's lines may not be complete."""
+"""The ends of a ledger: the last steps of an abandoned generation may lack the lines of some ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from elastic_train.runlog.reader import newest_first
 
 _TAIL_BYTES = 64 * 1024
-"""of a file, at first: the end of one whose process has seen none of those generations"""
+"""Bytes read from the end of a file at first: enough if its process has written nothing in those generations."""
 
 
 def newest_steps(ledger_dir: Path, after: int) -> dict[int, int]:
-    """The newest step that has a line, of each generation later than `after`."""
+    """The newest step with a line, for each generation later than `after`."""
     found: dict[int, int] = {}
     for path in ledger_dir.glob("*.jsonl"):
         for generation, step in _later(path, after):
@@ -21,13 +21,13 @@ def newest_steps(ledger_dir: Path, after: int) -> dict[int, int]:
 
 
 def unfinished(found: Iterable[Mapping[int, int]], committed: int) -> list[int]:
-    """The steps, up to `committed`, of which a generation may have written the lines of some ranks alone.
+    """The steps, up to `committed`, for which a generation may have written the lines of only some ranks.
 
-    A rank begins a step when all have written their lines of the one before. So the lines of two steps at most are not
-    complete: the newest that can be seen, and the one after it, which others may have begun elsewhere.
+    A rank begins a step after all ranks have written their lines of the previous one. So at most two steps can be
+    incomplete: the newest visible one, and the next one, which ranks with other run directories may have begun.
 
     Args:
-        found: what each run directory's `newest_steps` are.
+        found: the `newest_steps` of each run directory.
     """
     newest = {step for steps in found for step in steps.values()}
     return sorted(step for step in newest | {step + 1 for step in newest} if step <= committed)

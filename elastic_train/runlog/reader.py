@@ -1,7 +1,7 @@
-"""The one reader of a run's files: lines of JSON, whole, at their ends or as they come, and whole JSON files.
+"""The only reader of a run's files: JSON lines (all, the last ones, or new ones as they come), and whole JSON files.
 
-Another process may be writing them. A line that is no JSON object is passed over: a kill or a full disk has cut it off,
-or its writer is not done with it; events.py says when.
+Another process may be writing a file. A line that is no JSON object is skipped: a kill or a full disk has cut it off,
+or its write is not finished; see events.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 Line = dict[str, Any]
 TAIL_BYTES = 64 * 1024
-"""of a file, where only the newest lines are wanted"""
+"""Bytes read from the end of a file if only the newest lines are needed."""
 
 
 def parse(raw: bytes) -> Line | None:
-    """The object in one line, or in the bytes of a file; None where it is none."""
+    """Parse a JSON object from a line or a whole file; None if it is no object."""
     try:
         line = json.loads(raw)
     except (ValueError, RecursionError):
@@ -30,7 +30,7 @@ def parse(raw: bytes) -> Line | None:
 
 
 def read_all(path: Path) -> list[Line]:
-    """All lines of a file; none where it is missing. Raises other OSErrors."""
+    """All lines of a file; an empty list if it is missing. Raises other OSErrors."""
     try:
         return list(_objects(path.read_bytes().split(b"\n")))
     except FileNotFoundError:
@@ -38,13 +38,13 @@ def read_all(path: Path) -> list[Line]:
 
 
 def read_with_torn(path: Path, torn: list[int]) -> Iterator[Line]:
-    """The lines of a file, one by one. Raises OSError.
+    """Yield the lines of a file. Raises OSError.
 
-    What follows the last newline is left out: it was cut off by a kill, or is still being written.
+    Bytes after the last newline are left out: a kill cut them off, or their write is not finished.
 
     Args:
-        torn: gets the numbers (from 1) of the lines that are torn; without those that a kill cut off, behind which a
-            later process of the same name goes on.
+        torn: gets the numbers (from 1) of torn lines, except of a line that a kill cut off and after which a later
+            process of the same name went on.
     """
     generation: int | None = None
     with path.open("rb") as file:
@@ -63,8 +63,8 @@ def read_with_torn(path: Path, torn: list[int]) -> Iterator[Line]:
 
 
 def _begins_anew(line: Line, generation: int | None) -> bool:
-    """Whether a line may be the first of a process, where the one before it was of a generation. Before its first world
-    an event has none. A line of the ledger does not say; a process that goes on is of a later generation."""
+    """Whether a line may be the first of a process; `generation` is that of the line before. The first event is
+    `start`, or has no generation, before the first world. The first line in a ledger has a later generation."""
     own = int_of(line, "generation")
     if "event" in line:
         return bool(line["event"] == "start") or (own is None and generation is not None)
@@ -72,8 +72,8 @@ def _begins_anew(line: Line, generation: int | None) -> bool:
 
 
 def read_events(path: Path, tail_bytes: int = 256 * 1024) -> list[Line]:
-    """The lines of a worker's events, without the `step` lines that lie more than `tail_bytes` before its end: millions
-    of them need not be parsed. What a call has read, later ones of this process need not read again. Raises OSError."""
+    """Read a worker's events, without `step` lines more than `tail_bytes` before the end, of which there may be
+    millions. Later calls in this process read only new lines and the tail. Raises OSError."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         rare = _rare_lines.setdefault((path.resolve(), status.st_ino), _RareLines())
@@ -92,21 +92,21 @@ def read_events(path: Path, tail_bytes: int = 256 * 1024) -> list[Line]:
 @dataclass
 class _RareLines:
     offset: int = 0
-    """of the first byte that was not read"""
+    """Of the first byte that was not read."""
     lines: list[Line] = field(default_factory=list)
 
 
 _STEP = re.compile(rb'"event": ?"step"')
 _rare_lines: dict[tuple[Path, int], _RareLines] = {}
-"""by path and inode: --fresh moves files aside, and a pid may come again"""
+"""By path and inode, because --fresh moves files aside, and pids repeat."""
 
 
 def newest_first(path: Path, tail_bytes: int = TAIL_BYTES) -> Iterator[Line]:
-    """The lines at the end of a file, the last one first; none where it cannot be read."""
+    """Yield the lines at the end of a file, the last one first; none if the file cannot be read."""
     try:
         with path.open("rb") as file:
             start = file.seek(0, os.SEEK_END) - tail_bytes
-            file.seek(max(0, start - 1))  # one byte more, so that a line that begins right there is seen to begin
+            file.seek(max(0, start - 1))  # one byte more, to recognise a line that begins exactly at `start`
             raw_lines = file.read().split(b"\n")
     except OSError:
         return
@@ -115,14 +115,14 @@ def newest_first(path: Path, tail_bytes: int = TAIL_BYTES) -> Iterator[Line]:
 
 @dataclass
 class Cursor:
-    """Reads a file of lines as it grows."""
+    """A reader of a file of lines that grows."""
 
     path: Path
     offset: int = 0
-    """of the first byte that was not read"""
+    """Of the first byte that was not read."""
 
     def read(self) -> list[Line]:
-        """The lines that were ended since the last call; none of a file that was moved aside. Raises other OSErrors."""
+        """Read the lines completed since the last call; none if the file was moved aside. Raises other OSErrors."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
@@ -134,13 +134,13 @@ class Cursor:
 
 
 def read_json(path: Path) -> Line | None:
-    """The object in a JSON file; None where the file is missing or torn, or holds something else."""
+    """The object in a JSON file; None if the file is missing or torn, or holds no object."""
     found = read_value(path)
     return found if isinstance(found, dict) else None
 
 
 def read_value(path: Path) -> Any:
-    """What a JSON file holds; None where it is missing or torn."""
+    """The value in a JSON file; None if the file is missing or torn."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -148,18 +148,18 @@ def read_value(path: Path) -> Any:
 
 
 def member_of(path: Path) -> str:
-    """NODE/LOCAL_RANK/PID, who writes a file NODE-LOCAL_RANK-PID.jsonl."""
+    """The writer of a file NODE-LOCAL_RANK-PID.jsonl, as NODE/LOCAL_RANK/PID."""
     return "/".join(path.stem.rsplit("-", 2))
 
 
 def int_of(line: Line, name: str) -> int | None:
-    """A whole number, of a line that may hold anything; None where it is none."""
+    """A field that may hold anything, as a whole number; None if it is none."""
     value = line.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def float_of(line: Line, name: str) -> float | None:
-    """A finite number, of a line that may hold anything; None where it is none."""
+    """A field that may hold anything, as a finite number; None if it is none."""
     value = line.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
         return None
@@ -172,7 +172,7 @@ def dict_of(line: Line, name: str) -> Line:
 
 
 def time_of(line: Line) -> float:
-    """Unix seconds; 0 where the line has none."""
+    """The time of a line in Unix seconds; 0 if it has none."""
     return float_of(line, "time") or 0.0
 
 

@@ -1,4 +1,4 @@
-"""JSON as its standard has it: without NaN and infinities, which Python writes and other languages do not read."""
+"""JSON by its standard: without NaN and infinities, which Python writes but other languages do not read."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-_encode_line = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # dumps() would make one for every line
+_encode_line = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # dumps() would build one for each line
 
 
 def line_of(value: dict[str, Any]) -> bytes:
-    """One line, with null for what is no finite number."""
+    """Encode an object as one line, with null for numbers that are not finite."""
     try:
         text = _encode_line(value)
     except ValueError:
@@ -20,7 +20,7 @@ def line_of(value: dict[str, Any]) -> bytes:
 
 
 def file_of(value: dict[str, Any], *, default: Callable[[Any], Any] | None = None) -> str:
-    """The same over several lines, for people too; `default` as that of `json.dumps`."""
+    """Encode an object in the same way over several lines, readable for people; `default` as in `json.dumps`."""
     return json.dumps(_finite(value), indent=2, default=default, allow_nan=False)
 
 
