@@ -196,7 +196,7 @@ def give_up_gone_terminals() -> None:
         try:
             termios.tcgetattr(fd)
         except termios.error as error:
-            if error.args[0] == errno.EIO:  # else a pipe or a file, or it is closed
+            if error.args[0] == errno.EIO:  # else a pipe, a file, or a closed descriptor
                 with suppress(OSError), open(os.devnull, "wb") as nothing:
                     os.dup2(nothing.fileno(), fd)
 
