@@ -1,6 +1,6 @@
 """elastic_train: a PyTorch trainer that keeps training while machines come and go.
 
-The names below are public; every other one may change. They are imported at their first use, because agents and the
+Only the names below are public; all others may change. They are imported at their first use, because agents and the
 command line load this package and must not wait for torch.
 """
 

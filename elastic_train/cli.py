@@ -1,7 +1,7 @@
-"""The console script `elastic-train`, for people: what a run is doing, drills and audits, snapshots, benchmarks.
+"""The console script `elastic-train`, for people: the status of a run, drills and audits, snapshots, benchmarks.
 
-Its parser has a function for each group of commands; tools/commands.py does what was asked for. Nothing heavy is
-imported for the parser: `--help` answers at once.
+The parser is built by one function per group of commands; tools/commands.py runs the commands. The parser imports
+nothing heavy, so `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"  # in quotes: it can
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Expected errors are one line on stderr, others a traceback."""
+    """Run one command and return its exit code. Prints one line to stderr for expected errors, else a traceback."""
     try:
         parsed = make_parser().parse_args(arguments)
         command: Command = parsed.command
         code = command(parsed)
-        sys.stdout.flush()  # here, where a closed pipe or a full disk can still be handled
+        sys.stdout.flush()  # here, while a closed pipe or a full disk can still be handled
         return code
     except ElasticTrainError as error:
         print(f"elastic-train: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except BrokenPipeError:
         _discard_output()
-        return 128 + signal.SIGPIPE  # as a program that the signal ends: `| head` is no error
+        return 128 + signal.SIGPIPE  # as if ended by the signal: `| head` is no error
     except OSError as error:
         if error.strerror is None or not (error.filename is None or _is_named(error.filename, parsed)):
-            raise  # of a task's own code, or of ours; a URL may stand in its place, with a secret in it
+            raise  # a bug, of a task or ours. Not shown in one line: the name may be a URL with a secret.
         if error.filename is None:
             _discard_output()
         what = "output cannot be written" if error.filename is None else error.filename
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_named(path: object, arguments: argparse.Namespace) -> bool:
-    """Whether the person has given it, or what it lies in, or what lies in it; not for a task, behind `--`."""
+    """Whether an argument names this path, a folder above it, or a path below it. Flags behind `--` do not count."""
     own = [value for name, value in vars(arguments).items() if name != "flags"]
     given = [word for value in own for word in (value if isinstance(value, list) else [value])]
     if not isinstance(path, str):
@@ -77,20 +77,20 @@ def _is_named(path: object, arguments: argparse.Namespace) -> bool:
 
 
 def _discard_output() -> None:
-    """Python flushes stdout once more at exit, which would fail again."""
+    """Redirect stdout to /dev/null: Python flushes it again at exit, which would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Parser(argparse.ArgumentParser):
     takes_worker_flags = False
-    """behind `--`"""
+    """Whether the command takes flags of the worker behind `--`."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} ({self.prog} --help tells more)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's. Raises: UsageError of the command that was given what it does not know, and not of all; or an
-        empty value."""
+        """Parse as argparse does. Raises: UsageError: an empty value, or an unknown argument, with the hints of this
+        command instead of the main parser's."""
         if self.get_default("command") is not None:
             self._require_values(args)
         found, unknown = super().parse_known_args(args, namespace)
@@ -108,7 +108,7 @@ class _Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _require_values(self, words: Sequence[str]) -> None:
-        """Raises: UsageError where one of them is empty, but for those behind `--` and flags that are so by default."""
+        """Raises: UsageError: a value is empty, except behind `--` and for flags with an empty default."""
         own = list(words[: words.index("--")] if "--" in words else words)
         defaults = {
             name: action.default for action in self._actions if action.nargs != 0 for name in action.option_strings
