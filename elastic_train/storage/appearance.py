@@ -47,8 +47,8 @@ class Flight:
 
 
 class Appearance:
-    """The manifest of one snapshot in flight. Each attempt to put it checks first who owns the bucket, because a put
-    with retries inside could arrive long after the check.
+    """The manifest of one snapshot in flight. Each attempt to put it first checks the owner of the bucket, because a
+    put with retries inside could arrive long after the check.
 
     Args:
         check: raises OwnershipLost if another job, or a newer generation, owns the bucket.

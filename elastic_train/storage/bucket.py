@@ -2,7 +2,7 @@
 
     <url>/step-000000000120-gen-0003-<host>/
         state.pt.00000.<nonce>, ...   of 16 MiB; joined in order, they are the state.pt of a folder
-        state.pt.share-00000.<sha>    of 8 MiB, where several nodes write it together: see shares.py
+        state.pt.share-00000.<sha>    of 8 MiB, if several nodes write it together: see shares.py
         manifest.json                 format version 3: also names the parts
     <url>/owner.json                  see bucket_owner.py
 

@@ -1,4 +1,4 @@
-"""The workers that own a run directory or did, as its lock files and its owner record name them."""
+"""The workers that own or owned a run directory, as its lock files and its owner record name them."""
 
 from __future__ import annotations
 

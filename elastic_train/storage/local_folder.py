@@ -140,9 +140,9 @@ class LocalFolder:
     def prune(
         self, written: str, *, keep: Retention, run_uid: str, key: bytes | None = None, flight: Flight | None = None
     ) -> list[str]:
-        """Delete old snapshots of the host of `written`, as `Bucket.prune`, in no time. A moment counts if one of its
-        snapshots is verified in full; snapshots of other writers are read once for that. No writer deletes a snapshot
-        that another writer counts on: further snapshots only raise the limit of age."""
+        """Delete old snapshots of the host of `written`, as `Bucket.prune`, but fast. A moment counts if one of its
+        snapshots is verified in full; snapshots of other writers are read once for that. Several writers are safe: a
+        snapshot that this one does not see could only raise the limit below which it deletes."""
         self._verified.add(written)
         host = _host_in(written)
         if host is not None:  # also of the previous writer, which may have been killed after this one was built
@@ -172,7 +172,7 @@ class LocalFolder:
         pinned = keep.pinned(of_run, is_whole)
         missing = _on_disk(num_bytes)
         free = shutil.disk_usage(self._path).free
-        missing -= free if free < missing else 0  # else not the disk is full, but a quota, say
+        missing -= free if free < missing else 0  # else a quota is full, say, and not the disk
         removed = []
         older = [info for info in own[: own.index(newest)] if info.age_key not in pinned]
         if sum(_on_disk(info.files[STATE_FILE].bytes) for info in older) < missing:

@@ -34,7 +34,7 @@ class RunRecord:
         return json.dumps(vars(self)).encode()
 
     def beside(self, uid: str, superseded: Sequence[str]) -> RunRecord:
-        """This record, merged with the owner's record of a bucket, which may be newer: a disk may have been away."""
+        """This record, merged with the owner's record of a bucket. That may be newer if this disk was not mounted."""
         known = {*self.superseded, *superseded}
         if self.is_fresh or (self.uid and self.uid not in known):
             return replace(self, superseded=tuple(sorted(known)))
