@@ -1,4 +1,4 @@
-"""Where the members of a world wait for each other, beside its process group, and what they need for it."""
+"""Waits of a world's members for each other, outside of its process group, and what they need for them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from elastic_train.rules import Activity
 from elastic_train.world import Reach, World
 
 READY_POLL_SECONDS = 0.00005
-"""the same for each member of a world while all of them ask rank 0, which answers some 20,000 times a second"""
+"""between two looks, for each member of a world: all of them ask rank 0, which answers some 20,000 times a second"""
 SPARE_POLL_SECONDS = 0.01
-"""between two looks of a spare; a part of what a recovery takes that waits for it"""
+"""between two looks of a spare; it adds to the recovery that needs the spare"""
 
 
 @dataclass(frozen=True)
 class Waits:
-    """Seconds, by the flags of these names."""
+    """Timeouts in seconds, each by the flag of its name."""
 
     formation_timeout: float
     peer_timeout: float
@@ -33,7 +33,7 @@ class Waits:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Everything that a member needs of the machine; the simulator has its own."""
+    """What a member needs of the machine; the simulator replaces it."""
 
     monotonic: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -42,18 +42,18 @@ class Surroundings:
         target=task, name=name, daemon=True
     ).start()
     finish: Callable[[float], None] = lambda _seconds: None
-    """waits so long at most for all that was started to end"""
+    """waits until all that was started has ended, for so many seconds at most"""
     poll_seconds: float = 0.001
     """between two looks at a store"""
     reach: Reach = lambda _point, _world: None
-    """told at the points of an agreement and a join at which a drill may inject a fault, on any thread"""
+    """called at the points of an agreement and a join at which a drill may inject a fault, on any thread"""
     require_unfinished: Callable[[], None] = lambda: None
-    """raises JobFinished where the run is seen to have reached its end; asked while nobody is found, now and then"""
+    """raises JobFinished where the run is known to have ended; called now and then while no member is found"""
 
 
 class Barriers:
-    """Where the members of a world wait for each other: before its process group, as spares, at the end of training.
-    For the training thread alone; it keeps nothing between two waits.
+    """Waits of a world's members for each other: before its process group, as spares, at the end of training. For the
+    training thread alone; nothing is kept between two waits.
 
     Args:
         check: raises Stopped where this worker was told to stop.
@@ -66,14 +66,14 @@ class Barriers:
         self._around, self._check = around, check
 
     def wait_for_workers(self, world: World) -> None:
-        """Wait until all who train are about to make the process group, so that making it takes milliseconds, and
-        until those whom this world has left out have stopped.
+        """Wait until all members that train are about to make the process group, so that making it takes milliseconds.
+        Wait also until the workers that this world has left out have stopped.
 
-        Between the agreed list and this point a member may have to wait for a disk. A death here is seen at once; while
-        the group is made it would cost gloo's timeout.
+        Between the agreement and this point a member may have to wait for a disk. A death is noticed at once here;
+        while the group is made, it would cost gloo's timeout.
 
         Raises:
-            FormationFailed: one died, or has not come within the peer timeout.
+            FormationFailed: a member died, or has not come within twice the peer timeout.
         """
         self.wait_for_left_out(world)
         try:
@@ -97,21 +97,21 @@ class Barriers:
         self._around.sleep(max(self._around.poll_seconds, world.world_size * READY_POLL_SECONDS))
 
     def wait_for_left_out(self, world: World) -> None:
-        """Until those whom this world has left out have stopped (law 2)."""
+        """Wait until the workers that this world has left out have stopped (law 2)."""
         while (seconds := self._job.seconds_to_wait(world, self._watcher.links.answered())) > 0:
             require_whole(self._watcher)
             self._around.sleep(min(seconds, 0.05))
 
     def is_begun(self, world: World) -> bool:
-        """Whether a member that needs no more nodes, for its training is through, goes on in `world`, or has."""
-        with suppress(StoreUnreachable):  # who lives is for the watcher to tell
+        """Return whether a member whose training is finished, and which needs no more nodes, has begun `world`."""
+        with suppress(StoreUnreachable):  # liveness is the watcher's business
             is_over = self._job.heard(world, "finished") is not None
             return is_over or len(self._job.announcements.not_ready(world)) < world.world_size
         return False
 
     def stand_by(self, world: World) -> str | None:
-        """Wait, as a spare of `world`, until it ends. Returns what `announce_finished` was given; None where a member
-        was lost or left and the others agree on the next world.
+        """Wait, as a spare of `world`, until it ends. Returns the argument of `announce_finished`; None where a member
+        was lost or left, and the members agree on the next world.
 
         Raises:
             Stopped: this worker was told to stop.
@@ -120,20 +120,20 @@ class Barriers:
         while True:
             self._watcher.thread.check()
             is_broken = self._watcher.reason is not None
-            finished = self._job.heard(world, "finished")  # after it: who finished and went looks lost
+            finished = self._job.heard(world, "finished")  # read second: a member that has finished and left looks lost
             if finished is not None or is_broken:
                 return finished
             self._check()
             self._around.sleep(SPARE_POLL_SECONDS)
 
     def announce_finished(self, world: World, result: str) -> None:
-        """Tell the spares of the present world that the run is through, and with what."""
+        """Tell the spares of the present world that the run is finished, and its result."""
         with suppress(StoreUnreachable):
             self._job.announcements.announce(world, "finished", result)
 
     def end_together(self, world: World) -> None:
-        """Until all who train are through with their last collective: one whose peer closes its sockets meanwhile would
-        take it for dead. Blocks for as long as --peer-timeout at most.
+        """Wait until all members that train have ended their last collective: a member whose peer closes its sockets
+        earlier would take that peer for dead. Blocks for --peer-timeout at most.
         """
         deadline = self._around.monotonic() + self._limits.peer_timeout
 
@@ -141,23 +141,23 @@ class Barriers:
             gone = (self._watcher.contacts.is_refused(world.members[rank]) for rank in missing)
             return self._around.monotonic() >= deadline or (world.rank == 0 and all(gone))
 
-        with suppress(StoreUnreachable):  # then rank 0 has seen all, and is gone
+        with suppress(StoreUnreachable):  # rank 0 leaves when it has seen all members
             self._meet_at_rank_0(world, "through", is_over)
 
     def return_together(self, world: World, step: int, *, is_end: bool) -> None:
-        """The training function has returned here: wait until it has on all ranks, before any collective of ours would
-        meet one of its own. Blocks for as long as they are busy in it; at the end of training nobody is expelled for
-        that.
+        """Wait, after the return of the training function here, until it has returned on all ranks. Else a collective
+        of ours would meet one of the function's own. Blocks while other ranks are busy in the function; at the end of
+        training no member is expelled for that.
 
         Raises:
-            ReturnedAlone: another rank is in a step in which this one will never take part.
+            ReturnedAlone: another rank is in a step that this one has left for good.
             FormationFailed: a member is lost.
         """
         watcher, since, has_returned = self._watcher, self._around.monotonic(), False
 
         def is_over(_missing: Sequence[int]) -> bool:
             nonlocal has_returned
-            if not has_returned:  # not before it has said so: in a collective and not returned is who goes on
+            if not has_returned:  # once its key is stored: a rank in a collective without a key has not returned
                 has_returned = True
                 if is_end:
                     watcher.do(Activity.COMPUTE, watcher.pace.between_steps)
@@ -176,10 +176,10 @@ class Barriers:
             raise no_answer(world) from error
 
     def _meet_at_rank_0(self, world: World, name: str, is_over: Callable[[Sequence[int]], bool]) -> None:
-        """Until all who train have come here, or `is_over` says so, which is asked between two looks.
+        """Wait until all members that train have come here, or `is_over` returns true between two looks.
 
         Args:
-            is_over: given the ranks that have not come; rank 0 for all of them, where this is another one.
+            is_over: called with the ranks that have not come; on other ranks than 0 with rank 0 alone, for all of them.
 
         Raises: StoreUnreachable. What `is_over` raises.
         """
@@ -197,9 +197,9 @@ class Barriers:
             store.put(f"{key}/all", "")
 
     def _long_in_collective(self, world: World, since: float) -> list[int]:
-        """Ranks that have been inside a collective for some time, and began it while this one waited: it does not take
-        part. They are heard just now, and not frozen in one that has ended."""
-        limit = self._limits.peer_timeout / 2  # before that one is given up
+        """Return the ranks that have been inside a collective for long, and entered it while this one waited outside.
+        Only those whose pings arrive now count, so that none is frozen in a collective that has ended."""
+        limit = self._limits.peer_timeout / 2  # before the collective is aborted
         waited, contacts = self._around.monotonic() - since, self._watcher.contacts
         found = {rank: contacts.activity_of(world, rank) for rank in contacts.training_neighbours(world)}
         return [
@@ -210,14 +210,14 @@ class Barriers:
         ]
 
     def finish(self, world: World) -> None:
-        """At the end of training: tell those in the join queue."""
+        """Tell the nodes in the join queue that training has ended."""
         if world.rank == 0:
             with suppress(StoreUnreachable):
                 self._job.finish(world)
 
 
 def require_whole(watcher: Watcher, before: str = "the process group was made") -> None:
-    """Raises: FormationFailed where a member is lost."""
+    """Raise FormationFailed where a member is lost."""
     watcher.thread.check()
     if watcher.reason is not None:
         raise FormationFailed(f"a member was lost before {before}: {watcher.reason}")
@@ -233,5 +233,5 @@ def _returned_alone(world: World, other: int, step: int) -> ReturnedAlone:
 
 
 def no_answer(world: World) -> FormationFailed:
-    """The error of who gets no answer from rank 0."""
+    """Return the error of a worker that gets no answer from rank 0."""
     return FormationFailed(f"{world.members[0].name} (rank 0) does not answer")

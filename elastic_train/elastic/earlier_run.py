@@ -1,4 +1,4 @@
-"""What a worker finds of an earlier run, how that becomes everybody's state, and the first world that it enters."""
+"""What a worker finds of an earlier run, how that becomes the state of all, and the first world that it enters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ALL_GONE = "all workers that had the state are gone"
 
 
 class EarlierRun:
-    """One worker's view of the run that it starts or continues. Made before it meets the others."""
+    """One worker's view of the run that it starts or continues. Made before it contacts the other workers."""
 
     def __init__(self, worker: Worker, membership: Membership, files: RunFiles, back: Return | None = None) -> None:
         self._back = back
@@ -55,22 +55,22 @@ class EarlierRun:
         self._offers: list[SnapshotInfo] = []
         self._owner: BucketRecord | None = None
         self._fresh_record: RunRecord | None = None
-        """what --fresh has left of the run directory"""
+        """the record that --fresh has left in the run directory"""
 
     def first_world(self) -> World:
-        """Find the others and agree with them; what this worker sees of an earlier run is read before."""
+        """Find the job and agree with its members on a world. Reads first what this worker sees of an earlier run."""
         worker, membership, launch = self._worker, self._membership, self._worker.launch
         directory, config = worker.directory, worker.config
         use_interface_of(membership.address[0])
         self._is_first_round = membership.job.entrance.is_first
         is_fresh = config.fresh and self._back is None
-        # Others may have begun since the first look: what they write must not be moved away.
+        # The job may have begun since the first look: what it writes must not be moved away.
         is_running = is_fresh and not (self._is_first_round and membership.published("run_uid") is None)
         if is_fresh and not is_running and launch.restart_count == 0:
             self._fresh_record = self._start_anew()
         elif is_running and launch.local_rank == 0:
             worker.reporter.log("--fresh: a job is running here already: this node joins it, and moves nothing aside")
-        # Who comes to others that have the state needs none of a bucket, which may be out of reach just then.
+        # A worker that joins members with a state needs nothing from a bucket, which may be unreachable just now.
         self._look(is_needed=self._back is None and membership.published("run_uid") is None)
         worker.reporter.events.write(
             "start",
@@ -111,7 +111,7 @@ class EarlierRun:
         return world
 
     def _look(self, *, is_needed: bool = True) -> None:
-        """What of the run can be seen from here, now. Raises: ObjectStoreError: a bucket cannot, and it is needed."""
+        """Look up what this worker sees of the run. Raises: ObjectStoreError: a bucket is needed and unreachable."""
         worker = self._worker
         self._traces = worker.directory.traces()
         self._offers, self._owner, self._is_replaced = [], None, False
@@ -128,12 +128,12 @@ class EarlierRun:
             if owner is not None:
                 here, self._record = self._record, self._record.beside(owner.run_uid, owner.superseded)
                 self._is_replaced = here.uid in self._record.superseded
-        # A member that comes back knows its run, also where nobody else is left.
+        # A worker that returns knows its run, even if no member is left.
         self._run_uid = self._membership.published("run_uid") or worker.state.run_uid or new_token()
 
     def _start_anew(self) -> RunRecord:
-        """--fresh: move what is in the run directory aside, and snapshots that lie elsewhere, once per job; the first
-        worker to come does it. Returns what it leaves behind."""
+        """For --fresh: move aside what is in the run directory, and snapshots that lie elsewhere. The first worker that
+        comes does so, once per job. Returns the record that stays."""
         directory, membership = self._worker.directory, self._membership
         key = f"fresh/{directory.identity()}"
         me = f"{self._worker.host}/{os.getpid()}"
@@ -162,13 +162,13 @@ class EarlierRun:
         moved = directory.move_aside()
         if moved is not None:
             worker.reporter.log(f"--fresh: the run in {directory.path} was moved to {moved}")
-        with suppress(OSError):  # it is of use where this start ends before there is a state
+        with suppress(OSError):  # only needed if this start ends before there is a state
             directory.replace_file(RUN_FILE, replace(record, is_fresh=False).to_json())
         self._move_snapshots_aside(offers)
         return record
 
     def _move_snapshots_aside(self, offers: list[SnapshotInfo]) -> None:
-        """Those that lie elsewhere than in the run directory."""
+        """Move aside the snapshots that lie outside of the run directory."""
         worker, place = self._worker, self._worker.snapshots_dir
         if not isinstance(place, Path):
             if offers:
@@ -182,8 +182,8 @@ class EarlierRun:
             worker.reporter.log(f"--fresh: {count(len(names), 'snapshot')} in {place} moved to {folder}/ there")
 
     def restore(self, world: World, *, lost: str | None, check: Check) -> Restored:
-        """Bring all members of a world in which nobody has a state to one: the newest that any of them can see. Every
-        rank calls it.
+        """Bring all members of a world without a state to the newest state that any of them can see. Every rank calls
+        this.
 
         Args:
             lost: how the run's state was lost, where this worker has trained or stood by in this job.
@@ -191,8 +191,8 @@ class EarlierRun:
 
         Raises:
             SnapshotsInUse: another job has the bucket of --snapshot-dir.
-            SnapshotError: it was lost, or this worker waited to be admitted, and no snapshot of the run can be seen. As
-                restore.restore(), as TaskMismatch is.
+            SnapshotError: no snapshot of the run can be seen, and its state was lost, or this worker had waited in the
+                join queue. SnapshotError, TaskMismatch: as restore.restore().
         """
         worker, state = self._worker, self._worker.state
         if lost is None and self._membership.came_later and self._membership.published("run_uid") is not None:
@@ -201,7 +201,7 @@ class EarlierRun:
         in_use = next((entry["in_use"] for entry in told if entry["in_use"] is not None), None)
         if in_use is not None:
             raise SnapshotsInUse(in_use)
-        self._look()  # while this worker waited for others, snapshots may have been written, and pruned
+        self._look()  # again: snapshots may have been written and pruned while this worker waited
         lost = next((entry["lost"] for entry in told if entry["lost"] is not None), None)
         started = peak_rates(state) if state.generation is None else None
         restored = restore(
@@ -220,26 +220,26 @@ class EarlierRun:
         )
         if state.branches:
             self._membership.agreed_once(BRANCH, to_json(Branch(id_of(state.branches))))
-        # An attempt that a death broke off may have named the run already; that name holds.
+        # An earlier attempt, ended by a death, may have named the run already; then that name holds.
         state.run_uid = self._membership.agreed_once("run_uid", state.run_uid)
         self._membership.agreed_once("agreement", json.dumps(worker.agreement()))
         if restored.source == "snapshot":
             if started is not None and world.rank == 0 and (line := other_rates(started, peak_rates(state))):
                 worker.reporter.log(line)
-            write_lines_again(worker, world)  # before the next exchange: nobody has a state until all have written
+            write_lines_again(worker, world)  # before the next exchange: no rank has a state until all have written
         seen = gather_json({"reached": self._traces.reached, "logged": self._traces.logged})
         note_restart(state, restored, newest_of([entry["reached"] for entry in seen]), world)
         logged = newest_of([entry["logged"] for entry in seen])
         if logged is not None and logged[1] < state.step:
             if world.rank == restored.from_rank:
                 worker.reporter.write_missing_commits(state, logged[1])
-            barrier()  # as after a loss: who is to write them may die
+            barrier()  # as after a loss: the rank that has to write them may die
         if worker.config.reduction == "ordered":
             compare_fingerprints(worker, world)
         return restored
 
     def warn_of_parted(self) -> None:
-        """The others have begun again from an older state than this node's disk had then, which came too late."""
+        """Warn if the job has begun again from an older state than this node's disk had, as this node came too late."""
         worker, state = self._worker, self._worker.state
         newest = parted((offer for offer in self._offers if offer.run_uid == state.run_uid), state.restarts)
         if worker.launch.local_rank != 0 or newest is None:
@@ -255,17 +255,17 @@ class EarlierRun:
         )
 
     def _own_past(self, world: World) -> PastSnapshots | None:
-        """What this worker's run directory says of snapshots of the run."""
+        """Return what this worker's run directory reports of the run's snapshots; None if another worker does so."""
         tells = world.is_directory_leader and not self._is_replaced
         return read_past_snapshots(self._worker.directory.events_dir) if tells else None
 
     def _past(self, past: PastSnapshots | None) -> PastSnapshots | None:
-        """The same, with what the bucket's owner says."""
+        """Return `past`, completed by what the bucket's owner reports."""
         owner = self._owner
         if owner is None or owner.newest is None or owner.run_uid in self._record.superseded:
             return past
         if self._membership.published("run_uid") not in (None, owner.run_uid):
-            return past  # of the run before: this job's has a name, and has not come to write it there
+            return past  # the owner record is of the run before: this job has a run that has not been written there yet
         generation, step = owner.newest
         how = (
             f"host {owner.host} had a snapshot of step {step} of this run (generation {generation}) in "
@@ -275,7 +275,7 @@ class EarlierRun:
 
 
 def compare_fingerprints(worker: Worker, world: World) -> None:
-    """Warn where the bits may differ: from those of the run so far, or from member to member. Every rank calls it."""
+    """Warn where the bits may differ from those of the run so far, or between members. Every rank calls this."""
     state = worker.state
     found = gather_json(determinism.fingerprint(worker.device))
     before = state.fingerprint or found[0]
@@ -286,8 +286,8 @@ def compare_fingerprints(worker: Worker, world: World) -> None:
 
 
 def compare_with_peers(worker: Worker, world: World) -> None:
-    """The state is that of others. In ordered mode warn where this worker's bits may differ from theirs: nobody else
-    looks at one that joins."""
+    """After this worker got its state from others, warn in ordered mode where its bits may differ from theirs. No other
+    worker compares a newcomer."""
     if worker.config.reduction == "ordered":
         now = determinism.fingerprint(worker.device)
         _warn_of_bits(worker, world.me, worker.state.fingerprint, now)
@@ -300,7 +300,7 @@ def _warn_of_bits(worker: Worker, member: Member, before: Mapping[str, Any], now
 
 
 def startup_seconds(worker: Worker) -> dict[str, float]:
-    """What this process has done so far: `imports` from its very start, `build`, and `find` of the job."""
+    """Return the seconds that this process spent on `imports` (from its very start), `build`, and `find` (the job)."""
     now = time.monotonic()
     began = now - seconds_since_process_start()
     return {
@@ -311,11 +311,11 @@ def startup_seconds(worker: Worker) -> dict[str, float]:
 
 
 def note_restart(state: TrainState, restored: Restored, reached: tuple[int, int] | None, world: World) -> None:
-    """A run that is continued by new processes was interrupted: an incident, with the steps that were lost; None where
-    nobody sees what came after the snapshot, as on new machines that have a bucket alone.
+    """Note an incident where new processes continue a run: how long it was down, and how many steps were lost. The
+    steps are None where no member sees what came after the snapshot, as on new machines that have only a bucket.
 
     Args:
-        reached: the newest generation that anybody knows of, and its committed steps.
+        reached: the newest generation that any member knows of, and its committed steps.
         world: that of the new processes.
     """
     if restored.source == "scratch" or state.is_finished:
@@ -331,5 +331,5 @@ def note_restart(state: TrainState, restored: Restored, reached: tuple[int, int]
 
 
 def newest_of(seen: Sequence[Sequence[int] | None]) -> tuple[int, int] | None:
-    """Of what each member has seen, as (generation, step): the newest generation, and its largest step."""
+    """Return the newest generation that any member has seen, and its largest step; `seen` are (generation, step)."""
     return max(((one[0], one[1]) for one in seen if one is not None), default=None)

@@ -1,14 +1,14 @@
-"""Send the state from one rank to those that need it, in chunks as it lies in memory; it is used when it is whole.
+"""Send the state from one rank to those that need it, in chunks as it lies in memory; it is used when it is complete.
 
-Each rank passes what it gets on to two others, so that a link carries the state twice at most, however many need it. A
-sender copies nothing but what is not in one piece, and buffers; a receiver has the state once beside its own. Small
-tensors go together: each message costs both sides more than its bytes, while both train.
+Each rank passes what it receives on to two others, so a link carries the state twice at most, for any number of ranks.
+A sender copies only buffers and tensors that are not in one piece. A receiver holds the state once beside its own.
+Small tensors share a message: each message costs both sides more than its bytes, while both train.
 
-Newcomers get it beside the first step of the world that they enter. From a commit to the optimizer's next step neither
-weights nor optimizer state change: that is the time in which rank 0 sends them, while all compute. A newcomer without
-samples in that step needs them only when it applies the step's gradient, which it has from the reduction like
-everybody. So nobody waits where the step takes longer than the sending. What a forward pass changes (buffers, such as
-BatchNorm's statistics) goes by value.
+Newcomers receive the state beside the first step of the world that they enter. From a commit to the optimizer's next
+step neither weights nor optimizer state change. In that time rank 0 sends them, while all ranks compute. A newcomer
+without samples in that step needs them only when it applies the step's gradient, which the reduction gives to every
+rank. So no rank waits if the step takes longer than the sending. What a forward pass changes (buffers, such as
+BatchNorm's statistics) is sent as a copy.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from elastic_train.training.state import TrainState
 from elastic_train.training.step import drop_all_gradients
 
 TAG = 7001
-"""of its messages, so that they do not meet those of the step"""
+"""of its messages, to keep them apart from those of the step"""
 PACKET_BYTES = 2**20
-"""smaller tensors share messages of at most so much"""
+"""smaller tensors share messages up to this size"""
 CHUNK_BYTES = 16 * 2**20
-"""what a rank has got before it passes it on; and what a GPU's state takes of host memory while it is sent"""
+"""a rank passes a chunk on when it has received it; also the host memory for sending a GPU's state"""
 POLL_SECONDS = 0.001
 SLOT = "elastic_train tensor"
 KEPT = "elastic_train kept"
 
 Check = Callable[[], None]
-"""called again and again while a rank waits for a state; raises where the process group was broken off"""
+"""called repeatedly while a rank waits for a state; raises where the process group was broken off"""
 
 
 def hand_out(
@@ -54,16 +54,16 @@ def hand_out(
     kept: Collection[str] = (),
     before_sending: Callable[[], None] | None = None,
 ) -> dict[str, Any] | None:
-    """Bring the state of `ranks[0]` to the others of `ranks`. Every rank of the group calls it, and it returns when all
-    have theirs.
+    """Bring the state of `ranks[0]` to the others of `ranks`. Every rank of the group calls this. Blocks until all have
+    the state.
 
-    Until then the state of each is that of a commit: a late stop may save it meanwhile.
+    Until then the state of each rank is that of a commit: a late stop may save it meanwhile.
 
     Args:
-        kept: parameters, by name, that all of `ranks` have alike: they are not sent.
-        before_sending: is called on the first one.
+        kept: names of parameters that are equal on all of `ranks`: they are not sent.
+        before_sending: called on the first rank.
 
-    Returns: the first one's clock, where this rank has got its state.
+    Returns: the first rank's clock, if this rank has received its state.
 
     Raises: as `Giving.finish` and `Taking.finish`.
     """
@@ -76,7 +76,7 @@ def hand_out(
         with state.lock.released():
             giving.finish(check)
     elif dist.get_rank() in ranks[1:]:
-        drop_all_gradients(state)  # of a step that does not count; there may be no room for them on a GPU
+        drop_all_gradients(state)  # they are of a step that does not count, and may take the room needed on a GPU
         taking = Taking(state, ranks[0], clocks.append)
         with state.lock.released():
             taking.wait(check)
@@ -87,13 +87,13 @@ def hand_out(
 
 
 class Giving:
-    """Sends `state` on a thread of its own, from `begin` on, to all of `ranks` but the first, which is this one; but
-    for the parameters `kept`, which they have."""
+    """Sends `state` on a thread of its own, from `begin` on, to all of `ranks` but the first, which is this rank. The
+    receivers have the parameters `kept` already."""
 
     def __init__(self, state: TrainState, ranks: Sequence[int], kept: Collection[str] = ()) -> None:
         self._ranks = list(ranks)
         skeleton, self._tensors = take_apart(state, kept)
-        # Not on the thread, which would hold up the one that trains: Python runs one of them at a time.
+        # Not on the sending thread: that would block the training thread, as Python runs one of them at a time.
         self._skeleton = torch.frombuffer(bytearray(serialize_state(skeleton)), dtype=torch.uint8)
         position = [state.epoch, state.step, state.samples_done, state.micro_batch_size or 0]
         self._head = torch.tensor([len(ranks), self._skeleton.numel(), *position], device="cpu")
@@ -101,7 +101,7 @@ class Giving:
         self._thread: SideThread | None = None
 
     def begin(self) -> None:
-        """When the step's reduction is made, for which nobody should have to wait: from now on the state is sent."""
+        """Start to send the state. Called when the step's reduction is built, so that no rank has to wait for it."""
         self._thread = SideThread(self._send, "give")
 
     def _send(self) -> None:
@@ -113,8 +113,8 @@ class Giving:
             self._link.pass_on(packed(packet), None, children)
 
     def finish(self, check: Check) -> None:
-        """Before the optimizer's step. Blocks until the state may change: it is sent. gloo may never end a send to one
-        that died, so `check` is asked.
+        """Block until the state is sent and may change; called before the optimizer's step. Calls `check` meanwhile, as
+        gloo may never end a send to a rank that died.
 
         Raises:
             RuntimeError: from the communication library, when a peer is lost. What `check` raises.
@@ -124,10 +124,10 @@ class Giving:
 
 
 class Taking:
-    """Receives into `state`, on a thread of its own, what rank `source` gives.
+    """Receives into `state`, on a thread of its own, what rank `source` sends.
 
     Args:
-        loaded: called with its clock when `state` is that of the source.
+        loaded: called with the source's clock when `state` is that of the source.
     """
 
     def __init__(self, state: TrainState, source: int, loaded: Callable[[dict[str, Any]], None]) -> None:
@@ -140,11 +140,11 @@ class Taking:
         self._thread = SideThread(self._receive, "take")
 
     def begin(self) -> None:
-        """As `Giving.begin`: it listens already."""
+        """Do nothing: the thread receives already. As `Giving.begin`."""
 
     def wait_for_position(self, check: Check) -> int:
-        """Until the others are here, and `state` has their position: how many get it. Blocks for as long as the others
-        train on.
+        """Wait until the members have come, and set `state` to their position. Returns how many ranks receive the
+        state. Blocks for as long as the members train on.
 
         Raises: as `Giving.finish`.
         """
@@ -183,11 +183,11 @@ class Taking:
         return f"the state of rank {self._source}"
 
     def wait(self, check: Check) -> None:
-        """Block until the state is here, without touching the one that this rank has. Raises: as `Giving.finish`."""
+        """Block until the state has arrived, without touching this rank's own. Raises: as `Giving.finish`."""
         self._thread.finish(check)
 
     def finish(self, check: Check) -> None:
-        """As `Giving.finish`: it is here. Raises: SnapshotError as `loading.load`, besides."""
+        """Wait for the state and load it, as `Giving.finish`. Raises: also SnapshotError as `loading.load`."""
         self.wait(check)
         skeleton, tensors = self._skeleton, self._tensors
         self._skeleton, self._tensors = {}, []
@@ -198,25 +198,25 @@ class Taking:
 
 
 Handover = Giving | Taking
-"""one rank's part in it"""
+"""one rank's part in a handover"""
 
 
 def neighbours(place: int, ranks: Sequence[int]) -> tuple[int | None, Sequence[int]]:
-    """From whom `ranks[place]` gets the state, and who gets it from there: ranks[0] is the root of a binary tree, which
-    is filled row by row."""
+    """Return from which rank `ranks[place]` receives the state, and to which ranks it sends it: a binary tree with root
+    ranks[0], filled row by row."""
     parent = ranks[(place - 1) // 2] if place else None
     return parent, ranks[2 * place + 1 : 2 * place + 3]
 
 
 class Link:
-    """Messages in the group that is the default one now: a thread that outlives its world must not write into the next
-    one. Blocking; raises RuntimeError or ValueError where the group has gone."""
+    """Messages in the present default group: a thread that outlives its world must not write into the next one.
+    Blocking; raises RuntimeError or ValueError where the group has gone."""
 
     def __init__(self) -> None:
         self._group = dist.group.WORLD
 
     def pass_on(self, tensor: Tensor, parent: int | None, children: Sequence[int]) -> None:
-        """Receive `tensor` from `parent`, if it has one, and send it to `children`, chunk by chunk."""
+        """Receive `tensor` from `parent`, if there is one, and send it to `children`, chunk by chunk."""
         whole = flat(tensor)
         for chunk in torch.split(whole, max(1, CHUNK_BYTES // whole.element_size())):
             if parent is not None:
@@ -233,12 +233,12 @@ class Link:
 
 
 def _wait(work: Any) -> None:
-    work.wait(GROUP_TIMEOUT)  # a message of gloo waits otherwise for as long as its group was given to form
+    work.wait(GROUP_TIMEOUT)  # without it, a message of gloo has the timeout that its group was given to form
 
 
 def take_apart(state: TrainState, kept: Collection[str] = ()) -> tuple[dict[str, Any], list[Tensor]]:
-    """The state dict with slots in the place of dense tensors, and these tensors: copies of those that a forward pass
-    changes. The entry `tensors` says what they look like. Of the parameters `kept` there are the names alone."""
+    """Return the state dict with slots instead of dense tensors, and these tensors: copies of those that a forward pass
+    changes. The entry `tensors` describes them. Parameters in `kept` are replaced by their names."""
     names = {_place_of(parameter): name for name, parameter in state.model.named_parameters() if name in kept}
     modules = (one for one in (state.model, *state.extras.values()) if isinstance(one, Module))
     changing = {buffer.data_ptr() for module in modules for buffer in module.buffers() if not is_odd(buffer)}
@@ -257,7 +257,7 @@ def take_apart(state: TrainState, kept: Collection[str] = ()) -> tuple[dict[str,
             tensors.append(tensor.detach().clone() if is_changing else tensor.detach())
         return {SLOT: slots[key]}
 
-    skeleton: dict[str, Any] = rebuilt(state.state_dict(), replace)  # lists are copied: they may change before they go
+    skeleton: dict[str, Any] = rebuilt(state.state_dict(), replace)  # copies lists, which may change before the sending
     skeleton["tensors"] = [
         [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())] for tensor in tensors
     ]
@@ -269,7 +269,7 @@ def _place_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def packets(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Those that go in one message each, in their order, without what is empty; the same on both sides."""
+    """Yield the tensors of each message, in their order, without empty ones; the same on both sides."""
     packet: list[Tensor] = []
     num_bytes = 0
     for tensor in tensors:
@@ -285,19 +285,19 @@ def packets(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
 
 
 def packed(packet: Sequence[Tensor]) -> Tensor:
-    """The message of some tensors: a single one as it lies in memory, else copies of their bytes on the CPU."""
+    """Return the message of some tensors: a single one as it lies in memory, several as copied bytes on the CPU."""
     return packet[0] if len(packet) == 1 else torch.cat([bytes_of(tensor).cpu() for tensor in packet])
 
 
 def room_for(packet: Sequence[Tensor]) -> Tensor:
-    """Where the message of some tensors is received."""
+    """Return the tensor into which the message of some tensors is received."""
     if len(packet) == 1:
         return packet[0]
     return torch.empty(sum(tensor.nbytes for tensor in packet), dtype=torch.uint8, device="cpu")
 
 
 def unpack(whole: Tensor, packet: Sequence[Tensor]) -> None:
-    """What was received in `room_for` goes to the tensors."""
+    """Copy what was received in `room_for` to the tensors."""
     if len(packet) > 1:
         for tensor, part in zip(packet, torch.split(whole, [tensor.nbytes for tensor in packet]), strict=True):
             bytes_of(tensor).copy_(part)
@@ -308,7 +308,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def put_together(skeleton: Any, tensors: Sequence[Tensor], mine: Mapping[str, Tensor] | None = None) -> Any:
-    """The state dict that `take_apart` took apart. `mine` are this rank's parameters, by name."""
+    """Return the state dict that `take_apart` took apart. `mine` are this rank's parameters, by name."""
     if isinstance(skeleton, dict):
         if skeleton.keys() == {SLOT}:
             return tensors[skeleton[SLOT]]
@@ -330,7 +330,7 @@ def empty(dtype: str, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All elements of a dense tensor, as they lie in memory."""
+    """Return all elements of a dense tensor, as they lie in memory."""
     found = flat_or_none(tensor)
     assert found is not None, "asked before"
     return found

@@ -1,4 +1,4 @@
-"""How a worker comes into its job, and how those inside admit it: the join queue, the choice, the preparation."""
+"""How a worker joins its job, and how the members admit it: the join queue, the choice, the preparation."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from elastic_train.world import Member, World
 
 QUEUE_POLL_SECONDS = 0.03
 Node = tuple[Member, ...]
-"""its workers in the join queue"""
+"""the workers of one node that are in the join queue"""
 WHY_SECONDS = 1.0
-"""after which it asks for that again"""
+"""between two looks of a newcomer at why it waits"""
 IN_QUEUE = "in the join queue: a job is running, whose members admit this node between two steps"
 SETTLE_SECONDS = 0.5
 """nodes that become ready within so short a time are admitted together"""
 ENTRY_MOVED = "the last world's claims were lost with the job's entry in etcd; now they count again"
 MOST_FAILED_PLANS = 2
-"""in one world; then newcomers are admitted in the plain way, for which everybody stops"""
+"""in one world; after them newcomers are admitted without a plan, and training stops meanwhile"""
 
 
 class Arrival:
-    """One worker's way in: it finds the job, waits in the join queue, and makes ready for the world that admits it.
-    For the training thread alone.
+    """One worker's way into the job: it finds the job, waits in the join queue, and prepares for the world that admits
+    it. For the training thread alone.
 
     Args:
         check: raises Stopped where this worker was told to stop.
-        log: prints a line for the person at this node, of what is being waited for.
-        begin_timeout: seconds until this worker has to be in a world, where nobody else looks after that.
-        too_late: says what was not done in that time.
+        log: prints a line for the user of this node: what is being waited for.
+        begin_timeout: seconds within which this worker has to be in a world, where nothing else limits that.
+        too_late: the error message after that time.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Arrival:
         self._too_late, self._begin_by = too_late, around.monotonic() + begin_timeout
 
     def find(self) -> None:
-        """Find the job, or the place where it begins. Blocks until there is one.
+        """Find the job, or the place where it begins. Blocks until either is found.
 
         Raises:
-            Stopped: this worker was told to stop. StoreUnreachable, FormationFailed: there never will be one.
-            JobFinished: the others have reached the end.
+            Stopped: this worker was told to stop. StoreUnreachable, FormationFailed: none will be found.
+            JobFinished: the job has reached its end.
         """
         reports = self._report_times()
         while not self._job.entrance.find():
@@ -72,14 +72,14 @@ class Arrival:
             self._pause(reports, f"waiting for the job at {self._job.finder.describe()}")
 
     def wait_in_queue(self, mine: Waiting, look: Callable[[], None]) -> Admitted:
-        """Stand in the join queue until the job admits this worker. Blocks as long as others train without it.
+        """Wait in the join queue until the job admits this worker. Blocks as long as the job trains without it.
 
         Args:
             look: called again and again meanwhile.
 
         Raises:
-            JobFinished: the others reached the end meanwhile.
-            FormationFailed, StoreUnreachable: it does not come about.
+            JobFinished: the job reached its end meanwhile.
+            FormationFailed, StoreUnreachable: no world with this worker comes about.
             Stopped: this worker was told to stop.
             What `look` raises.
         """
@@ -92,7 +92,7 @@ class Arrival:
                 self._job.entrance.leave()
                 return place
             look()
-            if not has_told:  # it has said nothing while it was imported and built
+            if not has_told:  # until now, while it imported and built, it printed nothing
                 has_told = True
                 self._log(IN_QUEUE)
             if self._around.monotonic() >= ask_at:
@@ -107,7 +107,7 @@ class Arrival:
         return ReportTimes(self._around.monotonic(), 3 * REPORT_SECONDS)
 
     def _pause(self, reports: ReportTimes, waiting_for: str) -> None:
-        """Between two looks. Raises: FormationFailed where the time to begin is over. JobFinished."""
+        """Pause between two looks. Raises: FormationFailed where `begin_timeout` is over. JobFinished."""
         now = self._around.monotonic()
         if now > self._begin_by:
             raise FormationFailed(self._too_late)
@@ -118,7 +118,7 @@ class Arrival:
         self._around.sleep(QUEUE_POLL_SECONDS)
 
     def report_ready(self, world: World) -> None:
-        """As a newcomer of a world that was prepared: the others may come.
+        """Report, as a newcomer of a prepared world, that the members may come.
 
         Raises: as `check`. FormationFailed: rank 0 does not answer.
         """
@@ -136,11 +136,11 @@ class Arrival:
             raise no_answer(world) from error
 
     def check(self) -> None:
-        """For a newcomer that waits for the others, who train on for a step or two.
+        """For a newcomer that waits while the members train on for a step or two.
 
         Raises:
-            FormationFailed: one of them is lost.
-            JobFinished: they have reached the end.
+            FormationFailed: a member is lost.
+            JobFinished: the job has reached its end.
             Stopped: this worker was told to stop.
         """
         if self._job.is_over():
@@ -150,16 +150,16 @@ class Arrival:
 
 
 class Joins:
-    """Newcomers of the next world, seen from inside: rank 0 chooses them, and every member prepares their world beside
-    the present one (protocol/plan.py).
+    """Newcomers of the next world, as seen by the members: rank 0 chooses them, and every member prepares their world
+    beside the present one (protocol/plan.py).
 
-    For two threads: the watcher's calls `consider`, the training thread all else. There is no lock: what is assigned is
-    one reference.
+    Used by two threads: the watcher thread calls `consider`, the training thread all else. No lock is needed: each
+    assignment replaces one reference.
 
     Args:
         uid: of this worker.
         max_nodes, answering, form: as `Membership`'s.
-        is_superseded: whether this is rank 0 of a side that stops, and the others of its world are told.
+        is_superseded: whether this is rank 0 of a side that stops, and has notified the other members of its world.
     """
 
     def __init__(
@@ -177,28 +177,28 @@ class Joins:
         self._max_nodes, self.news = max_nodes, QueueNews(job, around)
         self._answering, self._form, self._is_superseded = answering, form, is_superseded
         self._world: World | None = None
-        """the present one"""
+        """the present world"""
         self._ready: tuple[tuple[str, ...], float] = ((), 0.0)
-        """uids of the workers that were seen ready, and since when it is these"""
+        """uids of the workers that are ready, and since when the list is unchanged"""
         self._admits: tuple[Member, ...] = ()
-        """newcomers for the next world, chosen by rank 0's watcher, where nothing is prepared for them"""
+        """newcomers for the next world without a plan, chosen on rank 0's watcher thread"""
         self._plan: Plan | None = None
-        """the same where it is prepared"""
+        """newcomers for the next world with a plan, chosen there too"""
         self._num_failed_plans = 0
         self._preparation: Preparation | None = None
         self._has_said_now = False
-        """whether the present world ends for newcomers for whom nothing is prepared"""
+        """whether this rank has voted to end the present world for newcomers without a plan"""
         self._absent: tuple[Member, ...] = ()
-        """newcomers that did not answer when they were invited: left out of the next plan where others are ready"""
+        """newcomers that did not answer an invitation: left out of the next plan if there are others"""
         self.admissible: Callable[[World, list[Node]], list[Node]] = lambda _world, nodes: nodes
-        """those of some nodes that are ready which need not wait for anything else"""
+        """returns those of some ready nodes that may be admitted now"""
         self.why_closed_in: Callable[[World], str | None] = lambda _world: None
-        """why nobody can be admitted to a world that begins, "" where it takes a first step to know"""
+        """returns why a world that begins admits no newcomer; "" if only its first step can tell"""
         self.why_closed: str | None = None
-        """why nobody can be admitted to the present world, "" until that is known; the training thread sets it"""
+        """why the present world admits no newcomer, "" until that is known; the training thread sets it"""
 
     def enter(self, world: World) -> None:
-        """This worker is a member of `world` from now on."""
+        """Note that this worker is now a member of `world`."""
         self.why_closed = self.why_closed_in(world)
         self._plan, self._num_failed_plans, self._admits, self._has_said_now, self._world = None, 0, (), False, world
         self._absent = ()
@@ -207,11 +207,11 @@ class Joins:
     # --- in a step ----------------------------------------------------------------------------------------------------
 
     def vote(self) -> int:
-        """What this member says of newcomers in the step in hand: 0, SOON or NOW (protocol/plan.py).
+        """Return this member's vote on newcomers in the step in hand: 0, SOON or NOW (protocol/plan.py).
 
-        Raises: what ended the thread that prepares them, if that was a bug.
+        Raises: the error that ended the preparing thread, if that was a bug.
         """
-        plan = self._plan  # read before what prepares it, which the watcher's thread sets first
+        plan = self._plan  # read before the preparation: the watcher thread sets that first
         preparation = self._preparation
         if preparation is not None and preparation.crash is not None:
             raise preparation.crash
@@ -220,10 +220,10 @@ class Joins:
             return NOW
         if plan is None:
             return NOW if self.why_outlived() is not None else 0
-        is_stale = self._world is None or plan.parent != self._world.uid  # that world has ended otherwise
+        is_stale = self._world is None or plan.parent != self._world.uid  # that world has ended in another way
         if preparation is None or is_stale or (preparation.failure is not None and not preparation.is_decided):
             absent = () if preparation is None else preparation.absent
-            self._job.entrance.drop(absent)  # until they come again
+            self._job.entrance.drop(absent)  # until they queue again
             self._absent = (*absent, *(one for one in self._absent if one not in plan.decision.new))
             self._num_failed_plans += preparation is not None and not preparation.absent
             self._plan = None
@@ -234,7 +234,7 @@ class Joins:
         return SOON if preparation.is_due else 0
 
     def follow_vote(self, world: World, vote: int) -> None:
-        """After the commit of a step: `vote` is what rank 0 said in it. Never blocks."""
+        """Act on rank 0's `vote`, after the commit of its step. Never blocks."""
         self.why_closed = self.why_closed or None
         if self._plan is not None:
             if vote == SOON and self._preparation is not None:
@@ -249,22 +249,22 @@ class Joins:
 
     @property
     def is_end_due(self) -> bool:
-        """Whether the present world should end: newcomers are to be admitted in the plain way, or others go on."""
+        """Whether the present world should end: to admit newcomers without a plan, or because another side goes on."""
         return bool(self._admits) or self.why_outlived() is not None
 
     def why_outlived(self) -> str | None:
-        """Why the present world should end for no newcomer's sake, for a person; None where it need not."""
+        """Return why the present world should end, other than for newcomers; None where it need not."""
         world = self._world
         has_moved = world is not None and world.rank == 0 and self._job.place.has_moved(world.uid)
         return "another side goes on" if self._is_superseded() else ENTRY_MOVED if has_moved else None
 
     def newcomers(self, world: World) -> tuple[Member, ...]:
-        """Those whom the next world of `world` admits, where nothing is prepared for them."""
+        """Return the newcomers that the next world after `world` admits without a plan."""
         inside = {member.uid for member in world.members}
         return tuple(member for member in self._admits if member.uid not in inside)
 
     def consider(self, world: World) -> None:
-        """Choose whom the next world admits, when somebody is ready. Rank 0's watcher calls it."""
+        """Choose the newcomers of the next world, if any are ready. Runs on rank 0's watcher thread."""
         if self._plan is not None:
             return
         inside = {member.node for member in world.members}
@@ -275,13 +275,13 @@ class Joins:
                 self.news.tell_once(node, why)
             nodes = []
         for chosen in ([node for node in nodes if without_nodes_of(self._absent, node)], nodes):
-            back = [node for node in chosen if node[0].node in inside]  # to others of their nodes, which needs no room
+            back = [node for node in chosen if node[0].node in inside]  # workers of nodes that train: they need no room
             new = [node for node in chosen if node[0].node not in inside]
             room = self._room(world, len(new))
             for node in new[room:]:
                 self.news.tell_no_room(node, len(inside), self._max_nodes)
             ready = tuple(member for node in (*back, *new[:room]) for member in node)
-            if ready:  # else those are tried again that were absent
+            if ready:  # else try the absent ones again
                 break
         uids, now = tuple(member.uid for member in ready), self._around.monotonic()
         if uids != self._ready[0]:
@@ -293,7 +293,7 @@ class Joins:
         gone = [member for member in ready if member not in answering]
         self._job.entrance.drop(gone)
         admits = without_nodes_of(gone, ready)
-        if self._world is not world or self.why_closed is not None:  # by now
+        if self._world is not world or self.why_closed is not None:  # both may have changed meanwhile
             return
         if admits and self._can_prepare(world, admits):
             self._prepare(world, admits)
@@ -301,7 +301,7 @@ class Joins:
             self._admits = admits
 
     def _room(self, world: World, wanted: int) -> int:
-        """For how many nodes. Nobody else takes notice of a spare that is gone."""
+        """Return for how many new nodes there is room. Probes the spares: nothing else notices one that is gone."""
         workers, spares = world.members[: world.world_size], world.members[world.world_size :]
         room = self._max_nodes - len({member.node for member in world.members})
         if wanted > room and spares:
@@ -309,18 +309,18 @@ class Joins:
         return max(0, room)
 
     def _can_prepare(self, world: World, newcomers: tuple[Member, ...]) -> bool:
-        """Whether the next world's group can be formed beside the present one: gloo's can, and spares take no part."""
+        """Whether the next world's group can be formed beside the present one: it takes gloo, and no spares."""
         if self._has_said_now or self._admits or self._num_failed_plans >= MOST_FAILED_PLANS:
             return False
         workers = (*world.members, *newcomers)
         has_spares = replace(world, members=workers).num_spares > 0
-        # Below --min-nodes nobody trains, and there is no step to vote in.
+        # Below --min-nodes no member trains, and there is no step to vote in.
         is_ready = world.num_nodes >= world.min_nodes and all(worker.forms_ahead for worker in workers)
         return is_ready and not has_spares and common_backend(workers) == "gloo"
 
     def _prepare(self, world: World, newcomers: tuple[Member, ...]) -> None:
-        """Plan the next world, and begin with it as rank 0. The plan is written down beside it, where the others
-        look."""
+        """Plan the next world, and begin to prepare it as rank 0. The plan is stored beside rank 0, where the other
+        members look."""
         decision = Decision(
             next_generation([world.generation, *(one.max_generation for one in newcomers)]),
             self._around.draw_uid(),
@@ -339,8 +339,8 @@ class Joins:
     # --- the preparation ----------------------------------------------------------------------------------------------
 
     def consider_invitation(self) -> None:
-        """As a newcomer: take part in what rank 0 plans, beside the waiting for it. Raises: what ended the thread that
-        did, if that was a bug."""
+        """As a newcomer: join the preparation that rank 0 has planned, on a thread beside the wait in the queue.
+        Raises: the error that ended such a thread, if that was a bug."""
         text = self._job.told("plan")
         if not text:
             return
@@ -356,24 +356,24 @@ class Joins:
 
     @property
     def prepared(self) -> Plan | None:
-        """Of the next world, which was prepared; None where none was. Asked when rank 0 has voted NOW: what another
-        member has prepared is decided then. Rank 0's own vote may have been for newcomers for whom nothing is prepared,
-        and a plan that it has begun since is not ready."""
+        """The prepared plan of the next world; None where there is none. Ask when rank 0 has voted NOW: that decides
+        what another member has prepared. Rank 0's vote may have been for newcomers without a plan; it may have a newer
+        plan that is not ready."""
         preparation = self._preparation
         if preparation is None or (self._plan is not None and not preparation.is_ready):
             return None
         return preparation.plan
 
     def announce_leaving(self, reason: str) -> None:
-        """Tell the world that is prepared, which may be decided with this worker in it; if nobody answers, it will lose
-        this one as a peer."""
+        """Tell the prepared world that this worker leaves, as it may be decided with this worker in it. If no store
+        answers, that world will lose this worker as a peer."""
         preparation = self._preparation
         if preparation is not None and preparation.world is not None:
             with suppress(StoreUnreachable):
                 self._job.announcements.announce(preparation.world, f"left/{preparation.world.rank}", reason)
 
     def take_formed(self, world: World) -> FormedGroup | None:
-        """The process group of `world`, where it was formed ahead. It is the caller's from now on."""
+        """Return the process group of `world` if it was formed ahead. The caller owns it from now on."""
         preparation, self._preparation = self._preparation, None
         if preparation is None or preparation.world is None or preparation.world.uid != world.uid:
             return None
@@ -382,13 +382,13 @@ class Joins:
         return formed
 
     def keep_preparation(self, world: World | None) -> None:
-        """Let go of what was prepared, unless it is for this world."""
+        """Release what was prepared, unless it is for `world`."""
         preparation = self._preparation
         if preparation is None:
             return
         if world is None or preparation.world is None or preparation.world.uid != world.uid:
             self._preparation = None
-            self._around.start("release", preparation.cancel)  # a group takes its time to end
+            self._around.start("release", preparation.cancel)  # ending a group takes time
 
     def _begin_preparation(self) -> Preparation:
         assert self._form is not None, "asked before"

@@ -1,7 +1,7 @@
-"""One worker's part in the membership of its job: it finds the job, agrees with the others, watches them, and leaves.
+"""One worker's membership in its job: it finds the job, agrees with the other members, watches them, and leaves.
 
-One class for every way in which workers meet. What they share, in stores of their own, is behind `PeerJob`.
-Nothing here connects anywhere; the job, the pings, clock, sleep and randomness are arguments, so that the simulator in
+One class serves every rendezvous backend. What the workers share, in stores of their own, is behind `PeerJob`.
+Nothing here opens a connection. The job, the pings, clock, sleep and randomness are arguments, so that the simulator in
 tests/ drives this very code.
 """
 
@@ -39,9 +39,9 @@ from elastic_train.world import Member, World, from_json
 
 FIND_ATTEMPTS = 5
 AT_LAST_SECONDS = 120.0
-"""for saving the state of a worker that is about to be ended"""
+"""limit for saving the state of a worker whose process is about to end"""
 END_SECONDS = 15.0
-"""for threads that are still forming a group, of which nothing will come; gloo gives it up after ten"""
+"""limit for threads that still form a group which is no longer needed; gloo gives up after ten seconds"""
 
 
 @dataclass(frozen=True)
@@ -51,24 +51,24 @@ class Change:
     lost: tuple[Member, ...] = ()
     left: tuple[Member, ...] = ()
     why_left: str | None = None
-    """what one of them said that left by an error"""
+    """the error that made a member leave, as it reported it"""
     joined: tuple[Member, ...] = ()
-    """admitted in place"""
+    """newcomers that were admitted"""
     reason: str | None = None
-    """why the world ended, where a watcher ended it"""
+    """why the world ended, where a watcher thread ended it"""
     seconds_meet: float = 0.0
 
 
 class OwnSide:
-    """On which side of a run this member is, where there may be several: it says how far its side has come, and learns
-    that its side stops.
+    """This member's side of the run, where there may be several sides. It reports how far this side has come, and
+    learns that this side must stop.
 
-    For two threads: the watcher's calls `tend`, the training thread all else. There is no lock: what is assigned is one
-    reference.
+    Used by two threads: the watcher thread calls `tend`, the training thread all else. No lock is needed: each
+    assignment replaces one reference.
 
     Args:
         other_sides: looks for other sides; None where nobody joins.
-        facts: what the job has agreed on, as far as this member knows; it grows.
+        facts: what the job has agreed on, as far as this member knows; the mapping grows.
     """
 
     def __init__(self, other_sides: OtherSides | None, facts: Mapping[str, str]) -> None:
@@ -87,19 +87,19 @@ class OwnSide:
 
     @property
     def branch(self) -> Branch | None:
-        """On which this member's world is; None on the main line."""
+        """The branch of this member's world; None on the main line."""
         text = self._facts.get(BRANCH)
         return None if text is None else Branch.from_json(text)
 
     def enter(self, world: World) -> None:
-        """This worker is a member of `world` from now on."""
+        """Note that this worker is now a member of `world`."""
         self._world = world
 
     def tend(self, *, stands: bool) -> None:
-        """Background tasks, on the watcher's thread.
+        """Do background tasks, on the watcher thread.
 
         Args:
-            stands: whether this member's world does.
+            stands: whether this member's world has a process group.
         """
         world, other_sides, self._stands = self._world, self._other_sides, stands
         if other_sides is None or world is None:
@@ -110,15 +110,15 @@ class OwnSide:
             other_sides.tend(world, self._position, self.branch, other_jobs)
 
     def is_superseded(self) -> bool:
-        """Whether this is rank 0 of a side that stops, and the others of its world are told."""
+        """Return whether this is rank 0 of a side that stops, and has notified the other members of its world."""
         world = self._world
         if self._other_sides is None or not self._has_others or world is None or world.rank > 0:
             return False
         return self._other_sides.has_notified(world)
 
     def require_no_better(self) -> None:
-        """Raises: Superseded where another branch goes before this one; SecondJob where another job of this run id
-        does."""
+        """Raise Superseded where another branch has precedence over this one, SecondJob where another job of this
+        run id has."""
         if self._other_sides is None or self._other_sides.own.get(SUPERSEDED) is None:
             return
         mine = self._position()
@@ -135,36 +135,36 @@ class OwnSide:
             return None
         branches, step = progress
         if id_of(branches) != id_on(branch):
-            return None  # the world has not brought its members together yet
+            return None  # the world has not synced its members to one state yet
         rank = -1 if branch is None else branch.rank
         run, job = self._facts.get("run_uid"), self._facts.get("job_token")
         return Position(branches, step, world.me.host, world.me.store, rank, run, job, self._stands)
 
 
 class Membership:
-    """Created once per worker. Its methods are for the training thread; they block as they say.
+    """The membership of one worker, created once. Its methods are for the training thread; each says whether it blocks.
 
-    Those who deal with one of its parts hold that: `arrival`, `joins`, `side`, `survivors`, `barriers`.
+    Callers that need only a part hold that part: `arrival`, `joins`, `side`, `survivors`, `barriers`.
 
     Args:
-        job: what the workers share.
+        job: what the workers share, in their stores.
         watcher: not yet started.
-        limits: how long it waits.
+        limits: the timeouts of its waits.
         uid: of this process.
-        address: where its pings are answered.
-        store_address: of the store that it serves.
+        address: (IP, port) at which it answers pings.
+        store_address: (IP, port) of the store that it serves.
         local_world_size: workers of this node.
         max_nodes: how many nodes the job may have.
         check: raises Stopped where this worker was told to stop.
-        log: prints a line for the person at this node, of what is being waited for.
-        answering: which of some members answer a probe.
-        order: this worker's place among the others, where a launcher has given one.
-        begin_timeout: seconds until this worker has to be in a world, where nobody else looks after that.
-        too_late: says what was not done in that time.
-        sockets: those of the process group, which the watcher breaks off.
-        group_store: where the process group of a world meets, with the timeout of that; raises FormationFailed where
-            its rank 0 is dead.
-        form: makes the process group of a world beside the present one, on any thread; None where that cannot be.
+        log: prints a line for the user of this node: what is being waited for.
+        answering: returns those of some members that answer a probe.
+        order: this worker's rank, where a launcher has given one.
+        begin_timeout: seconds within which this worker has to be in a world, where nothing else limits that.
+        too_late: the error message after that time.
+        sockets: those of the process group; the watcher thread closes them to abort the group.
+        group_store: returns the store in which the process group of a world meets, with that timeout; raises
+            FormationFailed where the world's rank 0 is dead.
+        form: makes the process group of a world beside the present one, on any thread; None where that is impossible.
         other_sides: as `OwnSide`'s.
     """
 
@@ -197,13 +197,13 @@ class Membership:
         self._clock, self._finish, self._group_store = surroundings.monotonic, surroundings.finish, group_store
         self._world: World | None = None
         self._num_reductions = self._num_unformed = 0
-        """in the present world; worlds of the same members before it, in a row, that had no step"""
+        """reductions in the present world; earlier worlds in a row that had the same members and no step"""
         self.has_settled = False
         """whether a world with this worker in it was settled"""
         self.came_later = False
         """whether others of this job trained before this worker was admitted"""
         self.at_last: Callable[[], str] = lambda: "there is nothing to save"
-        """called before the process ends without its training thread; returns what a person should know then"""
+        """called before the process ends without its training thread; returns a line for the user"""
         self.arrival = Arrival(
             job, watcher, surroundings, check=check, log=log, begin_timeout=begin_timeout, too_late=too_late
         )
@@ -221,30 +221,30 @@ class Membership:
     # --- the job ------------------------------------------------------------------------------------------------------
 
     def agreed_once(self, name: str, proposal: str) -> str:
-        """The first `proposal` that any member of this job ever made under `name`; all later ones read it."""
+        """Return the first `proposal` that any member of this job ever made under `name`; later ones are ignored."""
         for _ in range(FIND_ATTEMPTS - 1):
             with suppress(StoreUnreachable):
                 return self.job.facts.create(name, proposal)
-            self.arrival.find()  # the host of the join queue is gone: there may be another one
+            self.arrival.find()  # the host of the join queue is gone: find another one
         return self.job.facts.create(name, proposal)
 
     def published(self, name: str) -> str | None:
-        """What a member of this job has made known with `agreed_once`; None where none has."""
+        """Return what a member has published under `name` with `agreed_once`; None where none has."""
         return self.job.facts.find(name)
 
     # --- worlds -------------------------------------------------------------------------------------------------------
 
     def first_world(self, me: Member, require: Callable[[Position], None] = lambda _theirs: None) -> World:
-        """Stand in the join queue until the job admits this worker. Blocks as long as others train without it.
+        """Wait in the join queue until the job admits this worker. Blocks as long as the job trains without it.
 
         Args:
-            me: without uid and addresses, which are filled in.
-            require: raises Refused where this worker may not join those who are so far.
+            me: without uid and addresses; they are filled in here.
+            require: raises Refused where this worker may not join members at that position.
 
         Raises:
             Refused: this worker's flags, data or versions are not those of the run; names both values.
-            JobFinished: the others reached the end meanwhile.
-            FormationFailed, StoreUnreachable: it does not come about.
+            JobFinished: the job reached its end meanwhile.
+            FormationFailed, StoreUnreachable: no world with this worker comes about.
         """
         me = replace(me, address=self.address, store=self.store_address, uid=self.uid)
 
@@ -264,24 +264,24 @@ class Membership:
     def next_world(
         self, world: World, *, has_formed: bool, is_by_vote: bool = False, is_planned: bool = False
     ) -> tuple[World, Change]:
-        """Agree with the survivors of `world`, whose process group is gone, on what follows. Blocks until each old
-        member has come or is out, and as long as this side may not go on without those that are silent. Returns at once
-        where it was agreed on before; and `world` itself, where it is not over: a spare had not heard those who train.
+        """Agree with the survivors of `world`, whose process group is gone, on the next world. Blocks until each old
+        member has come or is out, and as long as this side may not go on without silent ones. Returns at once where
+        the next world is already agreed on; and `world` itself, where a spare had only lost contact with it.
 
         Args:
             has_formed: whether the process group stood; if it never did, two members may be cut off from each other.
-            is_by_vote: whether all who train have ended the world at the step of a vote.
-            is_planned: whether that was to admit newcomers.
+            is_by_vote: whether all members that train have ended the world at the step of a vote.
+            is_planned: whether the vote was to admit newcomers.
 
         Raises:
-            LeftOut: the others went on without this worker. Superseded, SecondJob: as `OwnSide.require_no_better`.
+            LeftOut: the job went on without this worker. Superseded, SecondJob: as `OwnSide.require_no_better`.
             Stopped: this worker was told to stop meanwhile.
             FormationFailed: the job cannot go on, or has waited for `wait_timeout`.
             StoreUnreachable: the store is gone, and the job with it.
         """
         started, watcher, joins = self._clock(), self.watcher, self.joins
         prepared = joins.prepared if is_planned else None
-        if prepared is not None:  # rank 0 has voted NOW, so it is decided
+        if prepared is not None:  # rank 0 has voted NOW, so the prepared world is decided
             watcher.leave()
             self.side.require_no_better()
             return self._follow(world, prepared.decision, started)
@@ -291,7 +291,7 @@ class Membership:
         self.side.require_no_better()
         decision = self.survivors.decide(world, has_formed=has_formed, started=started)
         if decision is None:
-            self._enter(world, {}, None)  # nothing that was said of its end counts any more
+            self._enter(world, {}, None)  # discards what was reported of its end
             return world, Change()
         return self._follow(world, decision, started)
 
@@ -324,13 +324,13 @@ class Membership:
 
     @property
     def can_admit(self) -> bool:
-        """Whether `next_world` would find members that are ready to join, or that are lost; for a world that waits,
-        and that the watcher expects."""
+        """Whether `next_world` would find newcomers that are ready, or lost members. For a world that waits and that
+        the watcher expects."""
         return self.joins.is_end_due or self.watcher.reason is not None
 
     def group_store(self, world: World) -> Store:
-        """Where the process group of `world` meets: the store of its rank 0, below a prefix that no other world has,
-        on a connection of its own, so that it can be broken off.
+        """Return the store in which the process group of `world` meets: that of its rank 0, below a prefix of this
+        world alone. The connection is new, so that the watcher can close it.
 
         Raises:
             FormationFailed: rank 0 is dead.
@@ -339,38 +339,38 @@ class Membership:
 
     @property
     def forming_timeout(self) -> timedelta:
-        """For the process group of the present world."""
+        """The timeout of making the process group of the present world."""
         assert self._world is not None, "it is in one"
         return timedelta(seconds=seconds_to_form(self._world.world_size, self._num_unformed))
 
     # --- within a world -----------------------------------------------------------------------------------------------
 
     def note_reduction(self) -> None:
-        """A reduction is about to begin: those before it have finished. After the second one the world is settled."""
+        """Count a reduction that is about to begin; those before it have finished. After two the world is settled."""
         self._num_reductions += 1
         if self._num_reductions == SETTLED_REDUCTIONS + 1 and self._world is not None:
             self.job.settle(self._world)
             self.has_settled = True
 
     def leave(self, world: World, reason: str) -> None:
-        """Tell the others that this worker leaves on purpose, so that nobody waits for it or looks for it."""
+        """Tell the other members that this worker leaves on purpose, so that they neither wait for it nor probe it."""
         self.job.announcements.announce(world, f"left/{world.rank}", reason)
         self.joins.announce_leaving(reason)
-        if not world.is_spare:  # nobody's step needs a spare
+        if not world.is_spare:  # no step needs a spare
             self.watcher.announce_broken(is_by_vote=reason == "stopped")
 
     def tend(self, world: World | None) -> None:
-        """Background tasks, on the watcher's thread."""
+        """Do background tasks, on the watcher thread."""
         self.job.tend(world, headless=self.watcher.headless)
         self.side.tend(stands=world is not None)
         if world is not None and world.rank == 0:
             self.joins.consider(world)
 
     def give_up(self, why: str, warn: Callable[[str], None]) -> None:
-        """On the watcher's thread: the training thread cannot be reached any more. Ends the process."""
+        """End the process from the watcher thread, when the training thread cannot be reached any more."""
         try:
             warn(why)
-            # On a thread of its own: a disk, or a GPU that waits as well, may never answer.
+            # On a thread of its own: a disk or a GPU may never answer.
             saver = threading.Thread(target=lambda: warn(self.at_last()), name="at-last", daemon=True)
             saver.start()
             saver.join(AT_LAST_SECONDS)
@@ -378,7 +378,7 @@ class Membership:
             os._exit(1)
 
     def close(self) -> None:
-        """Leave no thread and no connection. Blocks while a thread forms a group, for END_SECONDS at most."""
+        """Stop all threads and close all connections. Blocks while a thread forms a group, END_SECONDS at most."""
         self.watcher.thread.stop()
         self.joins.keep_preparation(None)
         self.sockets.release()
@@ -387,10 +387,10 @@ class Membership:
 
 
 def new_token() -> str:
-    """A name that no other job has."""
+    """Return a name that no other job has."""
     return uuid.uuid4().hex[:12]
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all members for them to talk to each other and to train alike."""
+    """What must be equal on all members so that they understand each other and train alike."""
     return {"torch": str(torch.__version__), "elastic_train": VERSION, "elastic_train's protocol": str(PROTOCOL)}

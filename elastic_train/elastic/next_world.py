@@ -1,4 +1,4 @@
-"""From one world to the next: what the members of a world agree on at its end, and what those who wait are told."""
+"""From one world to the next: what its members agree on at its end, and what nodes in the join queue are told."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from elastic_train.rules import Failure
 from elastic_train.world import Member, World
 
 WHY_IT_WAITS = "why-it-waits"
-"""key under which one in the queue is told, where that is more than that the others train"""
+"""key of the reason why a worker in the join queue waits, where there is more to it than that the job trains"""
 REPORT_SECONDS = 10.0
-"""before the first line to the person who waits with us"""
+"""until the first line to the user who waits"""
 ASK_SECONDS = 1.0
-"""after which a member that was told nothing asks the others"""
+"""until a member that was told nothing asks the other members"""
 ASK_AGAIN_SECONDS = 0.001
-"""and again, for each member of the world: all of them may ask the same ones"""
+"""until it asks again, for each member of the world: all of them may ask the same ones"""
 CONTACT_SECONDS = 2.5
-"""after this member was suspended: whoever hears it again has said so by then, for who waits looks once a second"""
+"""after this member was suspended: a member that hears it again has reported that by then; it looks once a second"""
 PROOF_SECONDS = 0.5
-"""that the proposer of a large world waits for others to prove a death that it sees"""
+"""for which the proposer of a large world waits for other members to prove a death that it sees"""
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,22 @@ class Lacking:
     """Votes without which a side may not go on."""
 
     since: float
-    """when it first lacked any, by the monotonic clock"""
+    """when a vote was first missing, by the monotonic clock"""
     votes: tuple[str, ...]
-    """uids, of the last time that it asked"""
+    """uids of the missing voters, at the last look"""
 
 
 class QueueNews:
-    """What rank 0 tells those who wait in the queue; for its watcher's thread. Nothing blocks, and one that does not
-    answer is told nothing."""
+    """Reports from rank 0 to the nodes in the join queue, on its watcher thread. Nothing here blocks, and a worker that
+    does not answer gets no report."""
 
     def __init__(self, job: PeerJob, around: Surroundings) -> None:
         self._job, self._around = job, around
         self._know: set[tuple[str, str]] = set()
-        """uids of newcomers, and what they were told once"""
+        """uids of newcomers, and what each was told by `tell_once`"""
 
     def tell(self, node: Sequence[Member], why: str) -> None:
-        """Tell the workers of a node in the queue why they are not admitted."""
+        """Tell a node's workers in the join queue why they are not admitted."""
 
         def tell() -> None:
             for member in node:
@@ -62,12 +62,12 @@ class QueueNews:
         self._around.start("why", tell)
 
     def tell_all(self, world: World, why: str) -> None:
-        """Tell all who wait to be admitted to `world`."""
+        """Tell all nodes that wait to be admitted to `world`."""
         for node in ready_nodes(self._job.queue(), world.members):
             self.tell(node, why)
 
     def tell_once(self, node: Sequence[Member], why: str, about: str | None = None) -> bool:
-        """The same, where its workers were not told that before, or anything `about` the same; whether it was so."""
+        """Call `tell` and return True, unless the node was told this, or anything with the same `about`, before."""
         told = {(member.uid, about or why) for member in node}
         is_news = not told <= self._know
         if is_news:
@@ -76,20 +76,20 @@ class QueueNews:
         return is_news
 
     def tell_no_room(self, node: Sequence[Member], num_inside: int, max_nodes: int) -> None:
-        """Once."""
+        """Tell a node once that the job has no room for it."""
         full = f"{num_inside} of at most {max_nodes} nodes train: this one waits for a place"
         whose = "the --nnodes MIN:MAX of those that train says how many, not this node's"
         self.tell_once(node, f"{full} ({whose}; start all of them again to change it)", about="room")
 
 
 class ReportTimes:
-    """When the person who waits with us is told what for: first after REPORT_SECONDS, then every `pause` seconds."""
+    """Times of the lines to the user who waits: first after REPORT_SECONDS, then every `pause` seconds."""
 
     def __init__(self, began: float, pause: float = REPORT_SECONDS) -> None:
         self._next, self._pause = began + REPORT_SECONDS, pause
 
     def are_due(self, now: float) -> bool:
-        """The caller tells it then."""
+        """Return whether a line is due; the caller then prints it."""
         if now <= self._next:
             return False
         self._next = now + self._pause
@@ -97,14 +97,14 @@ class ReportTimes:
 
 
 class Survivors:
-    """Agreement of the members that a world has left: whose error ended it, and who is in the next one. For the
-    training thread alone; it keeps nothing between two worlds.
+    """Agreement of a world's members at its end: whose error ended it, and which members the next world has. For the
+    training thread alone; nothing is kept between two worlds.
 
     Args:
-        newcomers: those whom the next world of this one admits, where nothing was prepared for them.
+        newcomers: those that the next world admits, where no plan was prepared for them.
         check: raises Stopped where this worker was told to stop.
-        require_no_better: raises Superseded where another side goes before this one.
-        log: prints a line for the person at this node, of what is being waited for.
+        require_no_better: raises Superseded where another side has precedence over this one.
+        log: prints a line for the user of this node: what is being waited for.
     """
 
     def __init__(
@@ -122,17 +122,17 @@ class Survivors:
         self._job, self._watcher, self._limits, self._around = job, watcher, limits, around
         self._newcomers, self._check, self._require_no_better, self._log = newcomers, check, require_no_better, log
         self.may_not_go_on: Callable[[str], None] = lambda _why: None
-        """called once when this side waits for votes; the state should be saved then"""
+        """called once when this side begins to wait for votes; it should save the state"""
 
     def judge_own(self, error_text: str, step: int, world: World) -> Failure:
-        """Whose error, which is none of the communication library, ended `step`. It is announced: where another node
-        has one in the same step, it is the job's."""
+        """Judge an error that ended `step`, none of the communication library, and announce it. It is the job's error
+        where another node has one in the same step."""
         node = "/".join(map(str, world.me.node))  # two workers of one node are one witness: its disk may be broken
         key = f"failed-{step}"
         first = self._job.heard(world, key)
         if first is None:
             mine = json.dumps([node, step, error_text])
-            with suppress(StoreUnreachable):  # rank 0 is gone: members that have heard of it have copies
+            with suppress(StoreUnreachable):  # rank 0 is gone; members that have heard of the error have copies
                 first = self._job.world_store(world).create(f"{world.key}/{key}", mine)
             first = first or mine
             self._job.announcements.announce(world, key, first)
@@ -142,7 +142,7 @@ class Survivors:
         return Failure.JOB
 
     def why_left(self, world: World, decision: Decision, progress: tuple[Branches, int] | None) -> str | None:
-        """What a member that has left `world` by an error of its own said of it; None where none did.
+        """Return the error that a member which has left `world` reported for itself; None where none did.
 
         Args:
             progress: as `OwnSide.progress` gives it; members may differ by a step.
@@ -158,12 +158,12 @@ class Survivors:
         return None
 
     def announce_fatal(self, world: World, why: str) -> None:
-        """The job cannot go on: a member that agrees on another world reads this and ends."""
+        """Announce that the job cannot go on: a member that agrees on another world reads this and ends."""
         self._job.announcements.announce(world, "fatal", why)
 
     def decide(self, world: World, *, has_formed: bool, started: float) -> Decision | None:
-        """What follows `world`; None where this spare of it has not heard those who train, and they still do. Blocks,
-        and takes `has_formed`, as `Membership.next_world`; `started` when that did.
+        """Return the successor of `world`; None where this spare had lost contact with members that still train. Blocks
+        like `Membership.next_world`, with its `has_formed`; `started` is when that began.
 
         Raises:
             LeftOut, Superseded, Stopped, FormationFailed, StoreUnreachable: as `Membership.next_world`; JobFailed.
@@ -176,7 +176,7 @@ class Survivors:
 
     def _agree(self, world: World, has_formed: bool, started: float) -> Decision | None:
         limit = 3 * self._limits.peer_timeout + 2 * self._watcher.pace.slowest_step
-        if world.is_spare:  # it knows nothing of how long a step takes, and leaves that to those who do
+        if world.is_spare:  # it does not know how long a step takes; those that train give up a member first
             limit *= 10
         counted_from = started
 
@@ -190,7 +190,7 @@ class Survivors:
 
         agreement = self._agreement(world, has_formed, has_run_out, is_early)
         lacking: Lacking | None = None
-        # Where some did not come and nobody was lost, they may have gone on before this member came.
+        # Where some members did not come and none was lost, they may have gone on before this one came.
         is_late = not has_formed and self._watcher.reason is None
         reports, next_ask = ReportTimes(started), started if is_late else started + ASK_SECONDS
         while True:
@@ -211,8 +211,8 @@ class Survivors:
                 if self._watcher.is_anybody_at_work(world, proposer, limit / 2):
                     counted_from = now
             if found.votes or now - started > 2 * self._limits.peer_timeout:
-                self._check()  # not before: the others may decide a world with this member, which then leaves by vote
-            if found.votes:  # they may come back: nothing but their silence counts against them from now on
+                self._check()  # not before: the others may admit this member to a world, which it then leaves by vote
+            if found.votes:  # those members may come back: from now on only their silence counts against them
                 self._require_no_better()
                 counted_from = now
                 self._watcher.forgive()
@@ -229,7 +229,7 @@ class Survivors:
                 )
             if reports.are_due(now):
                 self._log(f"waiting for {self._describe(world, found)}, {now - started:.0f} s so far")
-            is_refused = not found.votes and not found.ranks  # its ballot was too old, and the next one is not
+            is_refused = not found.votes and not found.ranks  # its ballot was too old; the next one will not be
             self._around.sleep(self._around.poll_seconds if lacking is None or is_refused else 1.0)
 
     def _is_before(self, time: float) -> bool:
@@ -247,7 +247,7 @@ class Survivors:
         def status(rank: int) -> Liveness:
             is_over = has_run_out(1.0)
             if is_over and agreement.has_come(rank):
-                # It may be to propose, and wait itself for those who have not come: it is given up after them.
+                # It may have come as a proposer that waits for missing members: it is given up after those.
                 is_over = rank < world.rank and has_run_out(2.0)
             return contacts.status(world.members[rank], watcher.verdicts.get(rank), is_over)
 
@@ -268,8 +268,8 @@ class Survivors:
         return agreement
 
     def _note_votes(self, world: World, found: Wait, lacking: Lacking | None) -> Lacking | None:
-        """The votes that this side lacks; None where it lacks none. Who has none at the moment may only have left the
-        proposal to another one."""
+        """Return the votes that this side lacks; None where it lacks none. A look without missing votes changes
+        nothing: this side may only have left the proposal to another member."""
         if not found.votes:
             return lacking
         if lacking is None:

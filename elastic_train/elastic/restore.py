@@ -1,9 +1,9 @@
 """Where a world starts from: the newest snapshot that any of its members can see, or scratch.
 
-Nothing needs a shared file system or a particular rank 0. All compare the newest snapshots that they see, over the
-process group. Those that see the very file of the best one in a folder read it, each for itself, and the first of them
-sends the state to the others. All see a bucket, so one reads it for all. What the events of a run directory say of
-snapshots that nobody sees its leader alone tells.
+It needs neither a shared file system nor a particular rank 0. All members compare, over the process group, the newest
+snapshots that they see. The best one in a folder is read by each member that sees that very file; the first of them
+sends the state to the others. A bucket is seen by all, so one member reads it for all. Only a run directory's leader
+reports what the directory's events tell of snapshots that no member sees.
 """
 
 from __future__ import annotations
@@ -71,26 +71,26 @@ def restore(
     warn: Warn,
     check: Check,
 ) -> Restored:
-    """Bring every rank to the same state; every rank calls it.
+    """Bring every rank to the same state; every rank calls this.
 
     Args:
         state: freshly built; loaded in place.
         offers: the snapshots that this rank can see, newest first.
-        task: what a snapshot must agree with.
+        task: the facts that a snapshot must agree with.
         run_uid: the name of the run, where this job has one already; else that of a new run.
-        is_new_run: whether the run directories say which run is meant (the job's first world), or `run_uid` does.
-        lost: why it may not begin from scratch where there is none: how a state of this run was lost.
+        is_new_run: whether the run directories decide which run is continued (the job's first world), or `run_uid`.
+        lost: how a state of this run was lost; the run then may not begin from scratch.
         record: which run this rank's run directory belongs to.
-        past: asked where there is no snapshot: what this rank's run directory says of some; None on ranks that lead
-            none.
-        own_past: the same without what the owner of a bucket says.
-        check: is called while this rank waits for a state, and raises where the group was broken off.
+        past: called where there is no snapshot; returns what this rank's run directory reports of any, None on ranks
+            that lead no run directory.
+        own_past: the same without what the owner of a bucket reports.
+        check: called while this rank waits for a state; raises where the group was broken off.
 
     Raises:
         RunsMixed: snapshots of two runs can be seen. BranchesMixed: snapshots of two branches of the run can be seen.
         TaskMismatch: the newest snapshot is of another task, seed, batch size, ...; names both values.
-        SnapshotError: it verifies and still cannot be read; or none can be seen, and a state was lost, or the run had
-            snapshots that nobody has, though some of another run can be seen.
+        SnapshotError: the snapshot is sound but cannot be loaded. Or no snapshot can be seen, and a state was lost, or
+            the run had snapshots which no member can see, even where some of another run can be seen.
     """
     told = gather_json({"offers": [vars(Offer.of(offer)) for offer in offers], "record": vars(record)})
     offered = [[value_of(Offer, one) for one in entry["offers"]] for entry in told]
@@ -111,7 +111,7 @@ def restore(
         return Restored("snapshot", state.step, from_rank)
     if lost is not None:
         raise SnapshotError(f"{lost}, and no snapshot of their run can be seen here")
-    # Of a run in whose place this one is the directory may tell as well.
+    # The directory may also report snapshots of a run that this one replaces.
     _require_none_written(None if record.uid in superseded else past())
     state.run_uid, state.superseded = run_uid, superseded
     _begin(state, world, check)
@@ -121,8 +121,8 @@ def restore(
 def _require_own_run(
     choice: Choice, records: Sequence[RunRecord], record: RunRecord, own_past: Callable[[], PastSnapshots | None]
 ) -> None:
-    """Every rank calls it. Raises: SnapshotError where no run directory is of the run that is chosen by its snapshots,
-    and one of them had some, which would be lost sight of."""
+    """Raise SnapshotError where the visible snapshots decide the run, no run directory belongs to it, and one of these
+    has had snapshots: the run would lose sight of them. Every rank calls this."""
     uids = {one.uid for one in records} - {"", *choice.superseded}
     if choice.uid is None or not uids or choice.uid in uids:
         return
@@ -136,19 +136,19 @@ def _require_own_run(
 
 
 def _require_none_written(found: PastSnapshots | None) -> None:
-    """As `require_none_written`, of what every rank has found. Every rank calls it."""
+    """Call `require_none_written` with what every rank has found. Every rank calls this."""
     told = gather_json(None if found is None else asdict(found))
     require_none_written([value_of(PastSnapshots, fields) for fields in told if fields is not None])
 
 
 def _begin(state: TrainState, world: World, check: Check) -> None:
-    """The run began with the member that was there first, and has lasted as long for all: that one may die. Every rank
-    calls it."""
+    """Begin from scratch with rank 0's state and the longest clock: the run began with its first member, and keeps that
+    time for all if that member dies. Every rank calls this."""
     if state.micro_batch_size is None:
         state.micro_batch_size = -(-state.global_batch_size // world.world_size)
-    # Equal by their seed already, if the machines are; rank 0's are everybody's in any case.
+    # The seed makes the states equal if the machines are equal; rank 0's state counts in any case.
     hand_out(state, range(world.world_size), check)
-    state.clock.count_nodes(world.num_nodes)  # before the clock is handed on: what was inherited is not counted again
+    state.clock.count_nodes(world.num_nodes)  # before the clock is taken over: inherited time is not counted again
     clocks = gather_json(state.clock.state_dict())
     state.clock.take_over(max(clocks, key=lambda clock: sum(clock["totals"].values())))
 
@@ -164,18 +164,18 @@ def _restore_newest(
     warn: Warn,
     check: Check,
 ) -> int | None:
-    """Bring every rank to the newest snapshot of the run that is whole. As `restore`; every rank calls it.
+    """Bring every rank to the newest whole snapshot of the run. As `restore`; every rank calls this.
 
     Args:
-        offers: of the run, those that this rank can see.
-        by_rank: of the run, of each rank; those that are read leave it.
-        superseded: uids of runs that this one is in the place of, beside those that the snapshot names.
+        offers: the run's snapshots that this rank can see.
+        by_rank: the run's snapshots that each rank can see, without those that were tried.
+        superseded: uids of runs that this one replaces, beside those that the snapshot names.
 
     Returns:
-        The rank that the others have it from; None where there is no whole one.
+        The rank that sends the state to the others; None where there is no whole snapshot.
 
     Raises:
-        TaskMismatch, SnapshotError: as `restore`, of the newest one.
+        TaskMismatch, SnapshotError: as `restore`, for the newest snapshot.
     """
     while True:
         best = newest_offer(list(chain(*by_rank)))
@@ -185,7 +185,7 @@ def _restore_newest(
         found: dict[str, Any] = {}
         if world.rank in have_it:
             offer = next(offer for offer in offers if best.is_same(Offer.of(offer)))
-            if world.rank == have_it[0] or isinstance(offer.path, Path):  # on a disk of its own
+            if world.rank == have_it[0] or isinstance(offer.path, Path):  # each reads from its own disk
                 found = _read(state, offer, task, warn)
         told = gather_json(found)
         for entry in told:
@@ -204,18 +204,18 @@ def _restore_newest(
                 f"The run goes on from step {best.step}"
             )
         state.superseded = tuple(sorted({*state.superseded, *superseded}))
-        settings = [entry.get("settings") for entry in told]  # of this start; those of one node count
+        settings = [entry.get("settings") for entry in told]  # of this start; those of the sending rank count
         without = [r for r in range(world.world_size) if r not in whole or settings[r] != settings[whole[0]]]
         hand_out(state, [whole[0], *without], check)
-        if state.generation is None:  # else this process has counted its own time all along
+        if state.generation is None:  # else this process has counted its own time all the while
             state.clock.load_state_dict(told[whole[0]]["read"])
         return whole[0]
 
 
 def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn: Warn) -> dict[str, Any]:
-    """Load a snapshot into `state`. Returns `read`, the clock in it, and a hash of the optimizer's `settings`; or why
-    the job cannot go on from there: `mismatch`, or `incompatible`, after which `state` is of no use; nothing where the
-    file is damaged."""
+    """Load a snapshot into `state`. Returns `read`, the clock in it, and a hash of the optimizer's `settings`. Where
+    the job cannot go on, returns the reason: `mismatch`, or `incompatible`, which leaves `state` unusable. Returns
+    nothing where the file is damaged."""
     source = f"snapshot {offer.path}"
     try:
         require_same_task(offer, task)
@@ -240,12 +240,12 @@ def sync_from_freshest(
     before_sending: Callable[[], None],
     apart: Collection[int] = (),
 ) -> int:
-    """After a loss survivors can differ by a step: those behind take over the freshest state. Returns its rank.
+    """Bring ranks that are behind to the freshest state: after a loss survivors can differ by a step. Returns its rank.
 
-    Every rank calls it; `steps` are all ranks' committed steps, -1 for one that has no state yet; ranks `apart` take it
-    over whatever their step. What is received is loaded only when it is whole: the source may die while it is sending.
-    Frozen weights that those behind have alike are not sent. `check` as in `restore`; `before_sending` is called on the
-    source when the others wait for it.
+    Every rank calls this. `steps` are the committed steps by rank, -1 for a rank without a state. Ranks in `apart` get
+    the state whatever their step. It is loaded only when it is complete, as the source may die while it sends. Frozen
+    weights are not sent if the ranks behind have equal ones. `check` is as in `restore`. `before_sending` is called on
+    the source when the other ranks wait for it.
     """
     source = freshest(steps)
     behind = [rank for rank, step in enumerate(steps) if step != steps[source] or rank in apart]
@@ -261,8 +261,8 @@ def sync_from_freshest(
 
 
 def _hash_or_none(frozen: Mapping[str, Tensor]) -> int | None:
-    """None where there is nothing, or a tensor of its own kind: then they are sent."""
-    if any(tensor.is_quantized for tensor in frozen.values()):  # torch crashes on their bytes
+    """Return None where there are no tensors, or one that has no bytes to hash: then they are sent."""
+    if any(tensor.is_quantized for tensor in frozen.values()):  # torch crashes when it reads their bytes
         return None
     try:
         return hash_of(frozen) if frozen else None
@@ -271,7 +271,7 @@ def _hash_or_none(frozen: Mapping[str, Tensor]) -> int | None:
 
 
 def require_line(offers: Sequence[SnapshotInfo], theirs: Position) -> None:
-    """Raises: Refused where a newcomer sees a snapshot of another branch of the run that it is to join."""
+    """Raise Refused where a newcomer sees a snapshot that lies on another branch of the run that it wants to join."""
     for offer in offers:
         if offer.run_uid == theirs.run and not is_on(offer.branches, offer.step, theirs.branches):
             raise Refused(
@@ -282,7 +282,7 @@ def require_line(offers: Sequence[SnapshotInfo], theirs: Position) -> None:
 
 
 def require_same_task(offer: SnapshotInfo, task: Mapping[str, Any]) -> None:
-    """Raises TaskMismatch, naming both values, where a snapshot is of something else than these flags train."""
+    """Raise TaskMismatch, naming both values, where a snapshot is of something else than these flags train."""
     found = disagreement(offer.task, task)
     if found is not None:
         name, theirs, ours = found

@@ -1,4 +1,4 @@
-"""What this worker holds of the run, and how the members of a world come to hold one state."""
+"""What a worker holds of the run's state, and how the members of a world come to hold one state."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from elastic_train.world import World
 
 
 class Holding(Enum):
-    """What a worker has of the run."""
+    """What a worker holds of the run."""
 
     NOTHING = "nothing"
     SPARE = "a spare's place"
-    """others have trained what it does not have"""
+    """other members have trained steps that it does not have"""
     STATE = "the state"
 
 
@@ -45,16 +45,16 @@ class Resumed:
     """What a world starts from."""
 
     restored: Restored | None
-    """where this worker's state came from; None where it had it"""
+    """where this worker got its state; None where it had one"""
     begin: Beginning
-    """what is under way"""
+    """what is still to be finished in the first step"""
 
 
 class Resume:
     """Brings one worker to the state of each world that it enters.
 
     Args:
-        back: what it brings along, where it was another member before.
+        back: what this worker brings along, where it was a member before and was left out.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class Resume:
         self._was_left_out = back is not None
         self.holding = Holding.SPARE if back is not None and back.has_trained else Holding.NOTHING
         self._why_dropped: str | None = None
-        """the state that this worker had, where it was wrong"""
+        """why this worker dropped its state: it was wrong, or not whole"""
         self._wrong_at = -1
-        """committed steps when it was"""
+        """committed steps when its state was wrong"""
 
     @property
     def has_state(self) -> bool:
@@ -82,17 +82,17 @@ class Resume:
 
     @property
     def has_steps(self) -> bool:
-        """Whether it has a state, and a step was committed."""
+        """Whether this worker has a state in which a step was committed."""
         return self.has_state and self._worker.state.step > 0
 
     @property
     def _why_lost(self) -> str | None:
-        """How the run's state is lost if this worker, which does not have it, has to go on alone; None where there may
-        be none yet."""
+        """How the run's state is lost if this worker, which lacks it, goes on alone; None where the run may have no
+        state yet."""
         return ALL_GONE if self.holding is Holding.SPARE else self._why_dropped
 
     def stand_by(self) -> None:
-        """As a spare: what the others train is lost with them."""
+        """Note that this worker is a spare: without a state of its own, it depends on the members that train."""
         if not self.has_state:
             self.holding = Holding.SPARE
 
@@ -119,9 +119,9 @@ class Resume:
         return Resumed(restored, Beginning(self._files.finish_claim, handover, comparison, first_ranks))
 
     def _synchronise(self, world: World) -> tuple[Restored | None, list[int]]:
-        """Bring all members to one state; None if this one had it already. Returns also the ranks whose state it was.
+        """Bring all members to one state. Returns where this one got it, None if it had it, and the ranks that had it.
 
-        A member may be without a state: a death can have interrupted the restoring of the first world.
+        A member may be without a state: a death can have interrupted the restore of the first world.
         """
         worker, state, job = self._worker, self._worker.state, self._membership.job
         had_state, check = self.has_state, self._membership.sockets.require_unbroken
@@ -133,22 +133,22 @@ class Resume:
             "ratings": state.ratings.state_dict(),
             "interrupted": self._report.interrupted,
         }
-        with state.lock.released() if had_state else nullcontext():  # one of the others may hang
+        with state.lock.released() if had_state else nullcontext():  # another member may hang
             told = gather_json({**mine, "sees": job.place.sees(world.uid)})
-        if not had_state:  # it may read what the directory has, and write what the run is
+        if not had_state:  # it may read the run directory, and write which run it is
             self._files.finish_claim()
         job.place.note(world.uid, is_shared=all(entry["sees"] for entry in told))
         steps = [entry["step"] for entry in told]
         others = apart(steps, [entry["plain"] for entry in told]) if max(steps) >= 0 else {}
         if min(steps) < max(steps) or max(steps) < 0 or others:
-            set_group_timeout(GROUP_TIMEOUT)  # a large state takes its time to be read or sent
+            set_group_timeout(GROUP_TIMEOUT)  # reading or sending a large state takes long
             self._membership.watcher.do(Activity.FORM, FIRST_SECONDS)
         if max(steps) < 0:
             restored = self._earlier.restore(world, lost=self._why_lost, check=check)
             self.holding = Holding.STATE
             return restored, list(range(world.world_size))
         fresh = [rank for rank, step in enumerate(steps) if step == max(steps)]
-        if world.rank in fresh:  # who was lost in keep() may have left its number with some of them
+        if world.rank in fresh:  # a member lost in keep() may have left its metric with some of them
             state.ratings.load_state_dict(latest([told[rank]["ratings"] for rank in fresh]))
         source = freshest(steps)
         logged = [entry["logged"] for entry in told if entry["logged"] is not None]
@@ -157,15 +157,15 @@ class Resume:
             if world.rank == source:
                 worker.reporter.write_missing_commits(state, logged_step)
             with state.lock.released() if had_state else nullcontext():
-                barrier()  # nobody goes on from a step whose event is not there: who is to write it may die
+                barrier()  # no rank goes on from a step without an event: the rank that has to write it may die
         fingerprint = state.fingerprint
         sync_from_freshest(state, world, steps, check, lambda: worker.reach("send", world), others)
         self.holding = Holding.STATE
         if world.rank == source and others:
             self._tell_apart(world, others)
         voters = [rank for rank in fresh if rank not in others]
-        state.last_step = min(told[rank]["last"] for rank in fresh)  # a training function may have ended it early
-        if had_state:  # perhaps behind the others, and on a machine of another kind, which it was told of
+        state.last_step = min(told[rank]["last"] for rank in fresh)  # a training function may have ended the run early
+        if had_state:  # its machine may be of another kind than the source's; it was warned of that before
             state.fingerprint = fingerprint
             return None, voters
         self._report.interrupted = told[source]["interrupted"]
@@ -182,9 +182,9 @@ class Resume:
         )
 
     def _hand_over(self, world: World, change: Change) -> tuple[Restored | None, Handover | None, int]:
-        """Newcomers come into a world that was formed ahead, and get the state of those who trained, all of whom have
-        it. Returns what this member started from, what is to be finished in the first step, and how many ranks had the
-        state before: the lowest ones."""
+        """Hand the state of the members that trained, all of which have it, to the newcomers of a world that was formed
+        ahead. Returns where this member got its state, what is to be finished in the first step, and how many ranks had
+        the state before: the lowest ones."""
         state, membership = self._worker.state, self._membership
         handover: Giving | Taking | None = None
         restored, num_givers = None, world.world_size - len(change.joined)
@@ -193,9 +193,9 @@ class Resume:
             membership.arrival.report_ready(world)
             num_givers = world.world_size - taking.wait_for_position(membership.arrival.check)
             restored = Restored("peer", state.step, 0)
-            newcomers = [member.name for member in world.workers[num_givers:]]  # who find each other as at a start
+            newcomers = [member.name for member in world.workers[num_givers:]]  # they find each other as at a start
             self._report.interrupted = {**self._report.interrupted, "joined": newcomers}
-            self._files.claim(world, has_state=False)  # not before: until they come, the others write as before
+            self._files.claim(world, has_state=False)  # only now: until then the members write as the old generation
         elif world.rank == 0 and change.joined:
             handover = Giving(state, [0, *range(num_givers, world.world_size)])
         if self._trainer.has_room_for_handover:
@@ -203,12 +203,12 @@ class Resume:
         self._files.finish_claim()
         if handover is not None:
             handover.begin()
-            with state.lock.released() if isinstance(handover, Giving) else nullcontext():  # a large one takes its time
+            with state.lock.released() if isinstance(handover, Giving) else nullcontext():  # a large state takes long
                 handover.finish(self._membership.sockets.require_unbroken)
         return restored, None, num_givers
 
     def _take_state(self, world: World, clock: dict[str, Any]) -> None:
-        """The state is here: as it was when the world began, or within its first step."""
+        """Take over the clock of a state that has arrived, before the world's first step or within it."""
         self._worker.state.clock.take_over(clock)
         self.holding = Holding.STATE
         self._leave_own_past(world)
@@ -217,14 +217,14 @@ class Resume:
             self._report.state_came_late(world)
 
     def _leave_own_past(self, world: World) -> None:
-        """The others' state is this worker's: its node may have snapshots beside their way, and be of another kind."""
+        """Compare this node's past with its new state: snapshots may lie on another branch, the machine may differ."""
         if self._was_left_out:
             self._files.set_branch_aside()
         self._earlier.warn_of_parted()
         compare_with_peers(self._worker, world)
 
     def _note_branch(self, change: Change) -> None:
-        """The state says on which branch it is, from its first world on."""
+        """Note in the state on which branch it is, from the first world of that branch on."""
         branch, state = self._membership.side.branch, self._worker.state
         if branch is None or branch.id == id_of(state.branches):
             return
@@ -237,20 +237,20 @@ class Resume:
         )
 
     def lose_step(self, seconds: float) -> None:
-        """Roll back what the step in hand, if there was one, may have touched, and book its time."""
+        """Roll back what the step in hand, if there is one, may have changed, and book its time as lost."""
         state = self._worker.state
         if state.rollback():
             state.clock.reassign(seconds, Phase.TRAIN, Phase.LOST)
-            if self.has_state and not state.is_whole:  # another member has one that is, or there is a snapshot
+            if self.has_state and not state.is_whole:  # another member has a whole one, or there is a snapshot
                 self.holding = Holding.NOTHING
                 self._why_dropped = f"the optimizer was interrupted in step {state.step + 1}"
         state.clock.enter(Phase.FORM)
 
     def drop_wrong_states(self, world: World, differ: StatesDiffer, seconds: float) -> None:
-        """The others' state is taken over in the next world, or a snapshot restored there, as by a newcomer. The step
-        in hand is lost, as by `lose_step`.
+        """Drop the states that differ from the majority's, or all states where there is none. In the next world they
+        are replaced by a member's state or a snapshot, as for a newcomer. Loses the step in hand like `lose_step`.
 
-        Raises: SnapshotError where this worker has just taken it over, and again does not have it.
+        Raises: SnapshotError where this worker has just received the majority's state, and again differs from it.
         """
         reporter = self._worker.reporter
         self.lose_step(seconds)
@@ -277,7 +277,7 @@ class Resume:
             then = "it takes over theirs" if differ.has_majority else "the newest snapshot is restored"
             reporter.log(own_line(differ, self._worker.state.step, then))
         if is_wrong and differ.has_majority:
-            # Else it would have the others begin one world after the other, until all give up.
+            # Otherwise it would make the others begin one world after another, until all give up.
             if self._wrong_at == self._worker.state.step:
                 raise SnapshotError(
                     f"this worker has taken over the others' state of step {self._wrong_at}, and again has other "

@@ -1,7 +1,7 @@
-"""The ring around training: one worker's way through the worlds of a run, stage by stage.
+"""The ring around training: it takes one worker through the worlds of a run, stage by stage.
 
-It knows nothing of how a step is made. An error inside a world is judged once: a lost peer leads to the next world, in
-the same process; what is the worker's own, or the job's, ends it.
+It does not know how a step is made. An error inside a world is judged once: a lost peer leads to the next world, in the
+same process; an error of the worker's own, or of the job, ends the process.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from elastic_train.world import World
 
 
 class Stage(StrEnum):
-    """Where a worker is on its way."""
+    """The stage that a worker is in."""
 
     MEET = "meet"
-    """agrees with the others on the next world; at first, finds them"""
+    """agree with the other members on the next world; at first, find them"""
     WAIT = "wait"
-    """for more nodes: there are fewer than --min-nodes"""
+    """wait for nodes: there are fewer than --min-nodes"""
     FORM = "form"
-    """makes the process group with the others"""
+    """make the process group with the other members"""
     SYNC = "sync"
-    """all come to one state"""
+    """bring all members to one state"""
     TRAIN = "train"
     STAND_BY = "stand by"
-    """as a spare"""
+    """wait as a spare"""
     LEAVE = "leave"
-    """alone; the others go on"""
+    """leave alone; the other members go on"""
     STOP = "stop"
-    """with all others, or between two worlds"""
+    """stop together with all members, or between two worlds"""
     FINISH = "finish"
 
 
@@ -59,14 +59,14 @@ ENDS = {Outcome.FINISHED: Stage.FINISH, Outcome.STOPPED: Stage.STOP}
 
 @dataclass(frozen=True)
 class RingParts:
-    """What a ring sets to work."""
+    """What the stages of a ring work with."""
 
     find: Callable[[], World]
-    """the first world. Blocks until there is one; raises as `EarlierRun.first_world`"""
+    """returns the first world. Blocks until there is one; raises as `EarlierRun.first_world`"""
     open_group: Callable[[World, FormedGroup | None], AbstractContextManager[None]]
-    """the process group of a world, perhaps one that was formed ahead"""
+    """enters the process group of a world; the group may have been formed ahead"""
     batches: Callable[[World, int | None], Iterable[Share]]
-    """this rank's, from the run's position on; so many ranks have samples in the first step, None: all"""
+    """this rank's shares, from the run's position on. The int: ranks with samples in the first step; None: all"""
     trainer: Trainer
     resume: Resume
     files: RunFiles
@@ -76,7 +76,7 @@ class RingParts:
 
 
 class Stages:
-    """What one worker does. The method of a stage's name does it, and returns the next one, or the exit code."""
+    """The stages of one worker. The method with a stage's name runs it, and returns the next stage or the exit code."""
 
     def __init__(
         self,
@@ -87,30 +87,30 @@ class Stages:
         sleep: Callable[[float], None],
     ) -> None:
         self.world: World | None = None
-        """the present one, one that waits for nodes included; while the next is agreed on, the one before"""
+        """the present world, also while it waits for nodes; during an agreement, the world before"""
         self._worker, self._membership, self._parts = worker, membership, parts
         self._clock = clock
         self._fruitless, self._missing = FruitlessWorlds(), MissingNodes(worker, membership, clock, sleep)
         self._change = Change()
-        """from the world before to the present one"""
+        """from the previous world to the present one"""
         self._interruption = Interruption("start")
-        """of the world before"""
+        """what ended the previous world"""
         self.is_inside = False
-        """a world, whose errors are judged"""
+        """whether the worker is inside a world, where errors are judged"""
         self._has_formed = False
-        """the process group of the present world stands, or stood"""
+        """whether the process group of the present world has stood"""
         self._is_formed_ahead = False
-        """that group was, while the world before trained"""
+        """whether that group was formed while the previous world trained"""
         self.group = PresentGroup()
         self._resumed: Resumed | None = None
-        """until training begins: at the finish, nothing was trained where it is still there"""
+        """kept until training begins; if it is still there at the finish, this process has trained nothing"""
         self.began = clock()
-        """the present stage"""
+        """when the present stage began"""
 
     # --- between worlds -----------------------------------------------------------------------------------------------
 
     def meet(self) -> Stage:
-        """Agree with the others on the next world. Blocks as long as that takes."""
+        """Agree with the other members on the next world. Blocks until there is one."""
         self.group.close()
         self.is_inside = False
         before, failure = self.world, self._interruption.failure
@@ -129,7 +129,7 @@ class Stages:
                 )
         except Stopped:
             return Stage.STOP
-        if world is before and world.is_spare:  # it is not over
+        if world is before and world.is_spare:  # that world goes on
             self.is_inside = True
             return Stage.STAND_BY
         if failure is not None:
@@ -149,7 +149,7 @@ class Stages:
         return Stage.STAND_BY if world.is_spare else Stage.FORM
 
     def wait(self) -> Stage:
-        """Until there are --min-nodes again."""
+        """Wait until there are --min-nodes again."""
         world = self._present
         self._missing.report(world, losses_of(self._change))
         self._parts.files.hold_bucket(world, has_state=self._parts.resume.has_state)
@@ -166,13 +166,13 @@ class Stages:
     # --- inside a world -----------------------------------------------------------------------------------------------
 
     def form(self) -> Stage:
-        """Make the process group with the others, or wait for those whom a group formed ahead leaves out."""
+        """Make the process group with the other members; if it was formed ahead, only wait for left-out workers."""
         world, membership, parts, worker = self._present, self._membership, self._parts, self._worker
-        parts.report.begins(world, self._change, self._interruption)  # it may break before it stands
+        parts.report.begins(world, self._change, self._interruption)  # now: the group may fail to form
         parts.saver.enter(world)
         formed = membership.joins.take_formed(world)
         self._is_formed_ahead = formed is not None
-        if formed is None or parts.resume.has_state:  # else the others still write as the generation before
+        if formed is None or parts.resume.has_state:  # else the members with state still write as the old generation
             parts.files.claim(world, has_state=parts.resume.has_state)
         worker.share_cores(world)
         membership.watcher.expect(world)
@@ -191,11 +191,11 @@ class Stages:
         return Stage.SYNC
 
     def sync(self) -> Stage:
-        """Come to one state, and report the world."""
+        """Bring all members to one state, and report the world."""
         world, parts, state = self._present, self._parts, self._worker.state
         self._worker.reach("sync", world)
         self._resumed = resumed = parts.resume.into(world, self._change, is_formed_ahead=self._is_formed_ahead)
-        if parts.resume.has_state:  # else it has the position alone, and its clock is not the run's yet
+        if parts.resume.has_state:  # else it has only the position, and its clock is not yet the run's
             state.generation, state.generations = world.generation, state.generations + 1
         init, sync = self.began - parts.trainer.step_started, self._clock() - self.began
         parts.report.stands(
@@ -204,22 +204,22 @@ class Stages:
         return Stage.FINISH if state.is_finished else Stage.TRAIN
 
     def train(self) -> Stage:
-        """Until the world ends by the votes of a step, or training does."""
+        """Train until the votes of a step end the world, or training is finished."""
         world, membership, parts, state = self._present, self._membership, self._parts, self._worker.state
         resumed, self._resumed = self._resumed, None
         assert resumed is not None, "all have come to one state"
         self._missing.note_training()
         state.clock.enter(Phase.TRAIN)
         parts.saver.begin(state)
-        if resumed.begin.first_ranks is None:  # else those who trained have just evaluated what was due
+        if resumed.begin.first_ranks is None:  # else those that trained have just evaluated what was due
             parts.trainer.evaluate_if_missed(world)
         membership.watcher.do(Activity.COMPUTE)
         try:
             ended = parts.trainer.run(world, parts.batches(world, resumed.begin.first_ranks), resumed.begin)
         except StatesDiffer as differ:
-            membership.watcher.do(Activity.FORM, FIRST_SECONDS)  # the reduction is over; a snapshot takes its time
+            membership.watcher.do(Activity.FORM, FIRST_SECONDS)  # the reduction is over; the snapshot below takes time
             if not differ.has_majority:
-                parts.saver.wait()  # else it is visible in the midst of a restore, and deletes what is read there
+                parts.saver.wait()  # else it appears during a restore, and deletes the snapshot that is being read
             parts.resume.drop_wrong_states(world, differ, self._clock() - parts.trainer.step_started)
             self._interruption = Interruption("states_differ")
             return Stage.MEET
@@ -228,17 +228,17 @@ class Stages:
             return ENDS[ended]
         state.clock.enter(Phase.FORM)
         self._interruption = Interruption("join" if ended is Outcome.SOME_JOIN else "leave")
-        # What this worker said in that very step, not what it was told since.
+        # Use this worker's vote in that very step: it may have been told to stop since.
         return Stage.LEAVE if ended is Outcome.SOME_LEAVE and parts.trainer.last_votes.told_to_stop else Stage.MEET
 
     def stand_by(self) -> Stage | int:
-        """As a spare: until the next world, or the end of the run."""
+        """Wait as a spare for the next world, or for the end of the run."""
         world, membership = self._present, self._membership
         self._missing.note_training()
         self._parts.resume.stand_by()
-        membership.watcher.expect(world)  # what was believed of the world before is over
+        membership.watcher.expect(world)  # forget what was observed in the previous world
         membership.watcher.enter(world)
-        if not self._has_formed:  # else it has come back to its place
+        if not self._has_formed:  # else this spare has returned to its place
             self._has_formed = True
             self._parts.report.stands_by(world)
         try:
@@ -251,12 +251,12 @@ class Stages:
         return Stage.MEET
 
     def break_off(self, error: Exception) -> Stage:
-        """An error has ended the world: find out whose it is. Raises it where it is not a lost peer's."""
-        self._membership.watcher.announce_broken()  # before anything else that may take its time
+        """Judge the error that has ended the world. Raises it unless a lost peer caused it."""
+        self._membership.watcher.announce_broken()  # first of all: the rest may take time
         broken_at, world, resume = self._clock(), self._present, self._parts.resume
         self._resumed = None
         error = self.group.break_off(error, self._worker.device)
-        if isinstance(error, Stopped) and resume.has_state:  # told to stop as it waited for a store
+        if isinstance(error, Stopped) and resume.has_state:  # told to stop while it waited for a store
             self.is_inside = False
             resume.lose_step(broken_at - self._parts.trainer.step_started)
             return Stage.STOP
@@ -273,14 +273,14 @@ class Stages:
     # --- the ends -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> int:
-        """Training is through; perhaps before this process began."""
+        """End after training is complete, perhaps before this process began."""
         restored = None if self._resumed is None else self._resumed.restored
         outcome = "finished" if restored is None else "already_finished"
         is_saved = restored is not None and restored.source == "snapshot"
         return self._parts.exits.finish(self._present, outcome, is_saved=is_saved)
 
     def stop(self) -> int:
-        """Told to stop. Raises: Stopped where this worker has nothing to save yet."""
+        """End because this worker was told to stop. Raises: Stopped where it has nothing to save yet."""
         if self.is_inside:
             return self._parts.exits.stop(self._present)
         if not self._parts.resume.has_state:
@@ -288,12 +288,12 @@ class Stages:
         return self._parts.exits.stop_between_worlds(self._present)
 
     def leave(self) -> int:
-        """This node alone was told to stop."""
+        """End because this node alone was told to stop."""
         return self._parts.exits.leave(self._present)
 
     def _waiting(self) -> AbstractContextManager[None]:
-        """Inside the block others are waited for, who may be busy or stuck for long: a late stop may save the state
-        meanwhile. Where there is none yet, it waits for it."""
+        """Release the state's lock inside the block, so that a late stop may save while this worker waits for members
+        that are busy or stuck. Without a state the lock stays held, and a late stop waits for it."""
         return self._worker.state.lock.released() if self._parts.resume.has_state else nullcontext()
 
     @property
@@ -306,7 +306,7 @@ STAGES: dict[Stage, Callable[[Stages], Stage | int]] = {stage: getattr(Stages, s
 
 
 class Ring:
-    """Takes one worker from stage to stage, and so through its worlds.
+    """Takes one worker from stage to stage, and thereby through its worlds.
 
     Args:
         clock, sleep: monotonic, in seconds.
@@ -329,12 +329,12 @@ class Ring:
         return self._stages.world
 
     def run(self) -> int:
-        """Through as many worlds as it takes. Returns the exit code of the worker.
+        """Run the stages until the end. Returns the exit code of the worker.
 
         Raises:
-            Stopped: this worker was told to stop, and has no state. JobFinished: the others were through before.
-            StoreUnreachable, FormationFailed, LeftOut: it cannot go on.
-            What is the worker's own error, or the job's.
+            Stopped: this worker was told to stop, and has no state. JobFinished: the job had finished before.
+            StoreUnreachable, FormationFailed, LeftOut: this worker cannot go on.
+            An error of the worker's own, or of the job.
         """
         self._worker.state.clock.enter(Phase.FORM)
         stage: Stage | int = Stage.MEET
@@ -351,11 +351,11 @@ class Ring:
     def _guarded(self, stage: Stage) -> Stage | int:
         try:
             return STAGES[stage](self._stages)
-        except Exception as error:  # of any kind: the code that is trained raises what it likes
+        except Exception as error:  # of any kind: the trained code may raise anything
             if not self._stages.is_inside:
                 raise
             following = self._stages.break_off(error)
-        # Out here the error is gone, and with it the last reference to the group: its sockets are closed.
+        # The error is gone here, and with it the last reference to the group, so its sockets are closed.
         return following
 
     def _log(self, stage: Stage, following: Stage | int) -> None:

@@ -1,4 +1,4 @@
-"""A worker's life: it is built, becomes a member of its job, goes through the ring, and perhaps becomes one again."""
+"""A worker's life: build it, make it a member of its job, run the ring, and perhaps return as a new member."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ from elastic_train.world import World
 
 
 def run(config: Config, launch: Launch, stop: StopSignal) -> int:
-    """Train what the flags say to the end, or until told to stop. Returns the exit code of the worker.
+    """Train by the flags until the end, or until told to stop. Returns the exit code of the worker.
 
     Raises:
-        ElasticTrainError: what training cannot get past, one line each. Whatever the user's task raises.
+        ElasticTrainError: training cannot go on; the message is one line. Any error of the user's task.
     """
     worker = build(config, launch, stop)
     return run_worker(worker, bundled(worker))
 
 
 def run_worker(worker: Worker, program: Program) -> int:
-    """The same for a worker that is built, and a program of one's choice."""
+    """Do what `run` does, with a worker that is built and a program of the caller's choice."""
     reporter = worker.reporter
     back: Return | None = None
-    ends = ExitStack()  # of the member that this worker is
+    ends = ExitStack()  # closes what belongs to the present membership
     noticed: Noticed | None = None
     try:
         noticed = Noticed(worker)
@@ -78,7 +78,7 @@ def run_worker(worker: Worker, program: Program) -> int:
                 return outcome
             back = outcome
             ends.close()
-            gc.collect()  # the stores that it served and reached: others see them closed
+            gc.collect()  # frees the stores that it served and its connections, so that the others see them closed
             _wait_before_return(worker, back)
     except Stopped as stopped:
         reporter.events.write("done", outcome="stopped")
@@ -98,12 +98,12 @@ def run_worker(worker: Worker, program: Program) -> int:
             noticed.close()
         reporter.close()
         worker.directory.ownership.release()
-        if worker.bucket is not None:  # who calls run() may live on: the bucket is not held for it
+        if worker.bucket is not None:  # the caller of run() may live on, without the bucket
             worker.bucket.owner.release()
 
 
 def advice_on_least(config: Config, launch: Launch) -> str | None:
-    """That the two flags mean two things, where the one that a person has given looks as if it were ignored."""
+    """Explain that --min-nodes and --nnodes mean two things, where the user's --min-nodes seems to be ignored."""
     if config.min_nodes is None or config.min_nodes >= launch.min_nodes:
         return None
     return (
@@ -113,7 +113,7 @@ def advice_on_least(config: Config, launch: Launch) -> str | None:
 
 
 def _wait_before_return(worker: Worker, back: Return) -> None:
-    """Raises: Stopped: this worker was told to stop meanwhile."""
+    """Wait until this worker may return as a new member. Raises: Stopped: it was told to stop meanwhile."""
     until = time.monotonic() + min(
         seconds_before_return(back.num_fruitless, worker.config.peer_timeout), back.seconds_left()
     )
@@ -125,8 +125,8 @@ def _wait_before_return(worker: Worker, back: Return) -> None:
 def _as_member(
     worker: Worker, program: Program, back: Return | None, ends: ExitStack, noticed: Noticed
 ) -> int | Return:
-    """The worker's way as one member of its job: its exit code, or with what it comes back as another one, where the
-    others have gone on without it and nodes may join."""
+    """Live as one member of the job. Returns the worker's exit code, or a `Return` where the other members went on
+    without this worker and nodes may join."""
     config, launch, reporter = worker.config, worker.launch, worker.reporter
     arbiter = arbiter_of(worker.directory.path, worker.bucket)
     membership = connect_worker(
@@ -146,11 +146,11 @@ def _as_member(
     )
     ends.callback(membership.close)
     parts = _make_parts(worker, membership, program, back, noticed)
-    ends.callback(parts.files.wait_for_claim)  # the directory is let go after it
+    ends.callback(parts.files.wait_for_claim)  # before the run directory is released
     ends.callback(parts.trainer.close)
     ring = Ring(worker, membership, parts)
     _attend_to(membership, worker, ring, parts, noticed)
-    ends.callback(setattr, worker.stop, "when_late", lambda _seconds: None)  # it refers to all of them
+    ends.callback(setattr, worker.stop, "when_late", lambda _seconds: None)  # `late.save` refers to all of them
     ends.callback(noticed.let_go)
     try:
         return _through_worlds(ring, parts, comes_back=launch.is_open)
@@ -161,9 +161,9 @@ def _as_member(
 
 
 def require_unfinished(worker: Worker) -> None:
-    """For a node that finds nobody of its job. Raises: JobFinished where the run directory has a result of the step at
-    which it would end itself, and others have written that since this process began. An older one says nothing: they
-    may be about to begin again."""
+    """For a node that finds no member of its job. Raises: JobFinished where the run directory has a result of this
+    worker's last step that is newer than this process. An older result proves nothing: the job may be about to begin
+    again."""
     path, began_at = worker.directory.result_path, time.time() - seconds_since_process_start()
     with suppress(OSError):
         if path.stat().st_mtime > began_at and existing_result(path, worker.state.last_step) is not None:
@@ -171,7 +171,7 @@ def require_unfinished(worker: Worker) -> None:
 
 
 def find_world(earlier: EarlierRun, worker: Worker, warning: str | None) -> World:
-    """The first world of this worker, and then the warning: who is refused trains with nobody. Raises: as
+    """Return the first world of this worker, and then warn: a refused worker never trains with the others. Raises: as
     `EarlierRun.first_world`."""
     world = earlier.first_world()
     if warning is not None:
@@ -180,14 +180,14 @@ def find_world(earlier: EarlierRun, worker: Worker, warning: str | None) -> Worl
 
 
 def _differing_code(worker: Worker, membership: Membership, program: Program) -> str | None:
-    """What is to be said where the file of the task or of the training function is not what the node has that has
-    begun the job: flags, shapes and names are compared, the rest of what it does is not. Notes that one in the plan."""
+    """Return a warning where the file of the task or of the training function differs from that of the node that began
+    the job. Its flags, shapes and names are compared elsewhere. Notes the job's digest in the plan."""
     mine = identify_code(program.train if program.loss is None else type(worker.task))
     if mine is None:
         return None
     path, digest = mine
     theirs = membership.agreed_once("code", digest)
-    worker.state.plan["code"] = theirs  # alike on all, whatever each has: they must come to one answer
+    worker.state.plan["code"] = theirs  # the job's digest on every rank: the plans must be equal
     if theirs == digest:
         return None
     return (
@@ -225,7 +225,7 @@ def _make_parts(
 def _open_group(
     worker: Worker, membership: Membership, world: World, formed: FormedGroup | None
 ) -> AbstractContextManager[None]:
-    # Until all have the state nobody is judged: for one that is stuck the others wait this long.
+    # No member is judged until all have the state: the others wait this long for one that is stuck.
     timeout = timedelta(seconds=worker.config.formation_timeout)
     make_store = partial(membership.group_store, world)
     backend = common_backend(world.workers)
@@ -235,14 +235,14 @@ def _open_group(
 
 
 def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingParts, noticed: Noticed) -> None:
-    """What a membership, and a stop, ask of this worker on threads of their own."""
+    """Connect the membership, stops and notices to this worker; they call it on threads of their own."""
     resume, exits = parts.resume, parts.exits
 
     def save_while_waiting(why: str) -> None:
-        """This side may not go on: what is committed is kept, whatever becomes of it."""
+        """Save what is committed: this side may not go on, and may never do so."""
         worker.reporter.warn(why)
         if ring.world is not None and resume.has_state:
-            worker.state.lock.hold()  # a late stop may save meanwhile
+            worker.state.lock.hold()  # a late stop may be saving
             try:
                 worker.reporter.log(exits.save_for_nobody(ring.world))
             finally:
@@ -266,13 +266,13 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
 
 
 def _through_worlds(ring: Ring, parts: RingParts, *, comes_back: bool) -> int:
-    """To the end. Where the job cannot go on, the state is saved for the next start.
+    """Run the ring to the end. Where the job cannot go on, save the state for the next start.
 
     Raises:
         StoreUnreachable: the store is gone, and the job with it.
-        FormationFailed: the job cannot go on. JobFailed: for another member's error, which would be all members'.
-        UsageError: what the task gives cannot be used.
-        LeftOut: others have gone on; the state is saved where nobody else has the run directory.
+        FormationFailed: the job cannot go on. JobFailed: another member's error, which would hit every member.
+        UsageError: the task returns something unusable.
+        LeftOut: the other members have gone on; the state is saved where no other worker uses the run directory.
     """
     try:
         return ring.run()
@@ -285,5 +285,5 @@ def _through_worlds(ring: Ring, parts: RingParts, *, comes_back: bool) -> int:
         said = parts.exits.save_for_next_start(ring.world, MEND_FIRST if is_of_code else CONTINUE)
         raise type(error)(f"{error}; {said}") from error
     finally:
-        with suppress(OwnershipLost):  # whatever ended this says more
-            parts.saver.wait()  # the snapshot in flight is a good one
+        with suppress(OwnershipLost):  # the error that ended the ring says more
+            parts.saver.wait()  # the snapshot in flight is valid

@@ -1,4 +1,4 @@
-"""`Training`, what a training function is given: a world, and the run's state in it."""
+"""`Training`: the argument of a training function, with one world and the run's state in it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from elastic_train.world import World
 
 
 class Training:
-    """What a training function is given: one world, and the run's state in it.
+    """The argument of a training function: one world, and the run's state in it.
 
-    All of its methods but `say` are for every rank alike, in the thread that trains. A lost peer shows as an exception
-    inside a step, or when the next batch is asked for; `run` then enters the function again, in the next world. So the
-    function keeps nothing of a world (its DDP module, collectives in flight) anywhere but in its local variables, and
-    lets exceptions pass that it does not know.
+    Every rank calls each method but `say`, in the training thread. A lost peer raises an exception inside a step, or
+    when the next batch is asked for. `run` then calls the function again, in the next world. So the function keeps
+    what belongs to a world (its DDP module, collectives in flight) in local variables only, and does not catch
+    exceptions that it does not know.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Training:
         check_states: Callable[[], None],
     ) -> None:
         self.world = world
-        """rank, world_size, local_rank, generation, members; `rank` is another one in every world"""
+        """rank, world_size, local_rank, generation, members; `rank` changes from world to world"""
         self.state: TrainState = worker.state
         """model, optimizer, and the position: `epoch` (from 0), `step` (committed), `samples_done` in this epoch"""
         self.device: torch.device = worker.device
-        """where the model's first parameter is"""
+        """the device of the model's first parameter"""
         self._worker = worker
         self._saver, self._steps, self._sums = saver, steps, sums
         self._parallel = parallel
@@ -79,50 +79,50 @@ class Training:
 
     @property
     def weight(self) -> float:
-        """This rank's share of the samples of the step in hand, 0 to 1; 0 where it has none and gets a stand-in.
+        """This rank's share of the samples of the step in hand, 0 to 1; 0 where its batch is a stand-in.
         Raises: UsageError: no step is in hand."""
         return self._steps.required().weight
 
     def parallel(self, module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
-        """`module`, or the model, in torch's DDP; `options` are DDP's. Blocks until every rank has called it.
+        """Wrap `module`, or the model, in torch's DDP; `options` are DDP's. Blocks until every rank has called it.
 
-        Gradients are averaged by samples, not by ranks: what the optimizer sees is the mean over the step's samples,
-        also where shares differ in size. The loss of a rank is the mean over its own batch, as usual. `model` itself
-        is for evaluation. Where parameters have been frozen or thawed, call it again: one that was made before does not
-        sum what is trained now, and the optimizer's step is refused (UsageError).
+        Gradients are averaged by samples, not by ranks: the optimizer sees the mean over the step's samples, also where
+        shares differ in size. The loss of a rank is the mean over its own batch, as usual. Use `model` itself for
+        evaluation. Call this again after parameters were frozen or thawed: an earlier wrapper does not sum the present
+        set of gradients, and the optimizer's step raises UsageError.
 
         Raises:
             UsageError: the module is spread over several devices, and there are several workers.
-            RuntimeError: from the communication library, when a peer is lost; `run` enters the function anew then.
+            RuntimeError: from the communication library, when a peer is lost; `run` then calls the function again.
         """
         return self._parallel.wrap(self.model if module is None else module, **options)
 
     def epochs(self) -> Iterator[int]:
-        """The epochs that are left, from 0; a world that begins within an epoch begins with that epoch.
+        """Yield the epochs that are left, from 0. A world that begins within an epoch begins with that epoch.
 
-        What the function does after an epoch's last batch is done once, unless a peer is lost in that very code.
+        The code after an epoch's last batch runs once, unless a peer is lost in that very code.
         Raises: UsageError: an epoch was left without a step."""
         begun_at = None
         while not self.state.is_finished:
-            # What keep() says of this very step comes before the first batch: one snapshot, which knows of it.
+            # keep() for this very step comes before the first batch, so one snapshot then holds its metric too.
             self._between_steps(is_saved_later=self._worker.config.keep_best > 0)
             begun_at = self._steps.begin_epoch(begun_at)
             yield self.state.epoch
 
     def batches(self) -> Iterator[Any]:
-        """This rank's batches, one per step, from the run's position to the end of the epoch, on the CPU (pinned where
-        the model is on CUDA).
+        """Yield this rank's batches, one per step, from the run's position to the end of the epoch. They are on the
+        CPU, pinned where the model is on CUDA.
 
         A step takes the next `global_batch_size` samples of the epoch's order, fewer at its end, and splits them over
-        the ranks; the sizes of the shares differ by 1 at most. So the last step of an epoch may leave a rank a single
-        sample, or none: a stand-in then, of which neither gradients nor buffers take notice. Each batch must be
-        committed before the next one is asked for.
+        the ranks. The sizes of the shares differ by 1 at most, so the last step of an epoch may leave a rank a single
+        sample or none. A rank without a sample gets a stand-in, which changes neither gradients nor buffers. Commit
+        each batch before you ask for the next one.
 
-        Torch's random numbers are seeded for each step by (seed, step, share), so that dropout does not depend on what
-        happened before.
+        Torch's random numbers are seeded for each step by (seed, step, share), so that dropout does not depend on
+        earlier steps.
 
         Raises:
-            UsageError: the step before was not committed; or a flag says how `step` should compute it.
+            UsageError: the step before was not committed; or a flag is given that only `step` obeys.
         """
         require_no_step_flags(self._worker.config)
         self.state.micro_batch_size = self.state.global_batch_size  # shares are not cut where the step is the user's
@@ -131,7 +131,7 @@ class Training:
             yield self._whole.stand_in() if batch is None else batch
 
     def shares(self) -> Iterator[Share]:
-        """This rank's part of each step, for `step`; else as `batches`."""
+        """Yield this rank's part of each step, for `step`; otherwise like `batches`."""
         state, epoch = self.state, self.state.epoch
         while state.epoch == epoch and not state.is_finished:
             self._between_steps()
@@ -139,19 +139,19 @@ class Training:
             self._steps.require_committed()
 
     def step(self, share: Share, loss: BatchLoss) -> float:
-        """One optimizer step over the global batch, by the flags: --reduction fast or ordered, --precision,
-        --clip-grad-norm, --micro-batch-size. Blocks until every rank has taken part. Commit what it returns.
+        """Make one optimizer step over the global batch, by the flags: --reduction fast or ordered, --precision,
+        --clip-grad-norm, --micro-batch-size. Blocks until every rank has taken part. Commit the result.
 
         Args:
-            share: what `shares` gave.
-            loss: called with a module and a batch, perhaps several times; gives the mean over the batch's samples, a
-                scalar. The same function in every step is cheapest.
+            share: from `shares`.
+            loss: called with a module and a batch, perhaps several times; returns the mean over the batch's samples, a
+                scalar. Passing the same function in every step is cheapest.
 
         Returns:
             The mean loss over the step's samples, the same on every rank.
 
         Raises:
-            TrainingDiverged: it is NaN or infinite, on every rank alike; the weights are those before the step.
+            TrainingDiverged: the loss is NaN or infinite, on every rank alike; the weights are those before the step.
             RuntimeError: as `parallel`. UsageError: the loss trains something else than the model, or freezes it.
         """
         step = self._steps.required()
@@ -163,42 +163,42 @@ class Training:
         return step.result.loss
 
     def evaluate_if_due(self) -> None:
-        """Evaluate the model on the test set of a `Task`, by --eval-every; called at the end of an epoch, by every
-        rank."""
+        """Evaluate the model on the test set of a `Task`, where --eval-every says so. Every rank calls this at the end
+        of an epoch."""
         self._end.raise_if_lost()
         self._evaluations.if_due(self.world)
 
     def keep(self, metric: float) -> None:
-        """Say how good the model is now, between two steps; more is better, so of a loss its negative. With
-        --keep-best a snapshot is written where it is better than all before. Every rank calls it, and it blocks until
-        all have; rank 0's number counts. Raises: UsageError: a step is in hand, or it is no number. RuntimeError: as
-        `step`."""
+        """Report how good the model is now, between two steps. More is better, so pass the negative of a loss. With
+        --keep-best a snapshot is written if the metric is better than all before. Blocks until every rank has called
+        it; rank 0's number counts.
+        Raises: UsageError: a step is in hand, or `metric` is no number. RuntimeError: as `step`."""
         self._steps.require_none("keep()")
         self._evaluations.keep(self.world, float(scalar_of(metric, "keep()", "how good the model is")))
 
     def commit(self, loss: torch.Tensor | float) -> None:
-        """The step is done: the optimizer (scheduler, scaler) has stepped.
+        """Commit the step in hand: the optimizer (scheduler, scaler) has stepped.
 
-        The mean loss, and whether the world ends, are known one step later, so that no rank waits for the others here.
-        It does, until every rank has committed, in the first step of a world, at the end of an epoch, where a snapshot
-        is due, in every 100th step, where DDP has not summed the gradients (`no_sync`), and where steps take a second.
+        The mean loss and the decision whether the world ends arrive one step later, so that no rank waits here. These
+        commits block until every rank has committed: in the first step of a world, at the end of an epoch, where a
+        snapshot is due, in every 100th step, after `no_sync` (DDP has summed no gradients), where steps take a second.
 
-        Whatever happens from here on, its samples count as trained. What is done before the optimizer's step (that of
-        a scheduler, say) is done once more where a lost peer makes the step be redone. Collectives of the function's
-        own belong before the optimizer's step or after the commit.
+        From this call on, the step's samples count as trained. If a lost peer makes the step be redone, the code before
+        the optimizer's step (a scheduler's, say) runs once more. Place collectives of your own before the optimizer's
+        step or after the commit.
 
         Args:
-            loss: mean over this rank's batch, a scalar; the mean over the step's samples is logged.
+            loss: mean over this rank's batch, a scalar; the log shows the mean over the step's samples.
 
         Raises:
-            UsageError: there is no step in hand; or several workers train and `parallel` was not called, so that each
-                would go its own way.
+            UsageError: no step is in hand; or several workers train and `parallel` was not called, so that each would
+                train a model of its own.
             TrainingDiverged: the loss of this step, or of the one before, is NaN or infinite and the optimizer has
                 stepped; on every rank alike.
-            What ended the world: a peer was lost in the reduction of a step that a GradScaler has skipped.
+            The error that ended the world: a peer was lost in the reduction of a step that a GradScaler has skipped.
         """
         step, sums = self._steps.required(), self._sums
-        if step.result is not None:  # it has brought loss and votes along
+        if step.result is not None:  # `step` has summed loss and votes already
             self._steps.commit(step.result.loss)
             self._end.follow(Votes(*step.result.votes))
             self._end_if_decided()
@@ -232,17 +232,17 @@ class Training:
             self._end.call_off()
 
     def say(self, message: str) -> None:
-        """A line for the person who watches; only rank 0 prints it."""
+        """Print a line for the user; only rank 0 prints it."""
         self._worker.reporter.report(message)
 
     def _between_steps(self, *, is_saved_later: bool = False) -> None:
-        self._steps.ask(looks=not self._end.is_due)  # else members may have left, and so have broken it off
+        self._steps.ask(looks=not self._end.is_due)  # else members that left may have aborted the group
         self._end.raise_if_lost()
         state, saver = self.state, self._saver
         if not is_saved_later and (saver.owes_best(state) or self._saved_step != state.step):  # keep() before a commit
             self._saved_step = state.step
             if saver.is_due(state):
-                self._sums.settle()  # only this rank does, where a snapshot was put off: what it finds has to wait
+                self._sums.settle()  # a put-off snapshot makes this rank alone settle, so errors are raised later
                 self._steps.turn_to_function()
                 if self._sums.is_sound:
                     saver.save(state)
@@ -255,7 +255,7 @@ class Training:
         return self._steps.note_applied(found_inf)
 
     def finish(self) -> None:
-        """The training function has returned. Raises: what ended the world; UsageError; TrainingDiverged."""
+        """End after the function's return. Raises: what ended the world; UsageError; TrainingDiverged."""
         self._steps.ask()
         self._sums.settle()
         self._sums.require_finite()
@@ -263,8 +263,8 @@ class Training:
         self._end.raise_if_over()
 
     def settle_at_once(self) -> None:
-        """The world is over, and what has not come yet never will: waits for no peer. Raises: TrainingDiverged: the
-        newest step has come to nothing."""
+        """Settle the newest step without waiting for a peer: the world is over, and missing sums will never come.
+        Raises: TrainingDiverged: the loss of the newest step is not finite."""
         self._sums.give_up()
         self._sums.require_finite()
 
@@ -273,7 +273,7 @@ class Training:
         return self._steps.commit_what_is_applied(error)
 
     def close(self) -> None:
-        """Lets go of everything that belongs to the world."""
+        """Release everything that belongs to the world."""
         self._sums.give_up()
         self._steps.close()
         self._end.close()
@@ -281,12 +281,12 @@ class Training:
 
 
 def late_number(loss: torch.Tensor | float) -> LateNumbers | None:
-    """Of a GPU, which has nothing to do while it is waited for; None where there is no need to wait."""
+    """Return the loss of a GPU, to be read later so that the GPU does not idle; None where it can be read at once."""
     return LateNumbers(loss) if isinstance(loss, torch.Tensor) and loss.is_cuda else None
 
 
 def whole_share(share: Share) -> tuple[MicroBatch, Any]:
-    """Its one micro-batch. Raises: UsageError where it was cut: the world has begun with steps by the flags."""
+    """Return a share's only micro-batch. Raises: UsageError where there are several: this world began with `shares`."""
     if len(share) > 1:
         raise UsageError(
             "training.batches() came after training.shares(), by which this world's batches are cut to the micro-batch "
@@ -296,20 +296,20 @@ def whole_share(share: Share) -> tuple[MicroBatch, Any]:
 
 
 def scalar_of(value: torch.Tensor | float, method: str, wanted: str) -> torch.Tensor | float:
-    """What a method was given; it waits for no device. Raises: UsageError where it is no scalar."""
+    """Return a method's argument as a scalar, without waiting for its device. Raises: UsageError if it is none."""
     given = "None" if value is None else kind_of(value)
     if isinstance(value, torch.Tensor):
         if value.numel() == 1:
             return value.detach().reshape(())
         given = f"a tensor of shape {tuple(value.shape)}"
-    elif not isinstance(value, str | bytes | bytearray):  # which Python would read a number from
+    elif not isinstance(value, str | bytes | bytearray):  # Python would parse a number from these
         with suppress(TypeError, ValueError):
             return float(value)
     raise UsageError(f"{method} was given {given}: give {wanted}, a scalar")
 
 
 def require_no_step_flags(config: Config) -> None:
-    """Raises: UsageError where a flag says how `Training.step` should compute a step."""
+    """Raise UsageError where a flag is set that only `Training.step` obeys."""
     for entry in fields(StepFlags):
         value = getattr(config, entry.name)
         if entry.name != "ema_decay" and value != entry.default:

@@ -26,24 +26,24 @@ from elastic_train.world import World
 
 @dataclass
 class StepInHand:
-    """A step whose batch the training function has got, and which it has not committed."""
+    """A step whose batch the training function has, and which it has not committed."""
 
     first: MicroBatch
-    """of this rank's"""
+    """the first micro-batch of this rank"""
     num_samples: int
-    """this rank's"""
+    """of this rank"""
     result: StepTotals | None = None
-    """where it was computed as a whole"""
+    """set where `Training.step` computed the step"""
     is_applied: bool = False
     """the optimizer has stepped"""
     found_inf: torch.Tensor | None = None
-    """of a fused optimizer under a GradScaler: not 0 where its step has changed nothing"""
+    """from a fused optimizer under a GradScaler; not 0 where its step has changed nothing"""
     has_begun: bool = False
-    """a pass through DDP has"""
+    """a pass through DDP has begun"""
     has_reduced: bool = False
-    """its gradients have been summed by DDP"""
+    """DDP has summed its gradients"""
     stood_in: dict[nn.Module, Callable[[], None]] = field(default_factory=dict)
-    """modules through which a stand-in has gone, with what puts their buffers back"""
+    """modules that a stand-in has passed through, each with a function that restores its buffers"""
 
     @property
     def weight(self) -> float:
@@ -52,34 +52,34 @@ class StepInHand:
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether this rank has no sample in it."""
+        """Whether this rank has no sample in the step."""
         return self.num_samples == 0
 
     def stand_in(self, module: nn.Module) -> None:
-        """A stand-in is about to go through `module`."""
+        """Keep the buffers of `module` before a stand-in passes through it."""
         self.stood_in[module] = leave_no_trace(module)
 
     def end_passes(self, *modules: nn.Module) -> None:
-        """Those through `modules`, or all, are over: a stand-in leaves no trace in buffers."""
-        for module in modules or [*reversed(self.stood_in)]:  # one may be a part of one before it
+        """Restore the buffers after a stand-in's passes through `modules`, or through all modules, are over."""
+        for module in modules or [*reversed(self.stood_in)]:  # a later one may be a part of an earlier one
             if (put_back := self.stood_in.pop(module, None)) is not None:
                 put_back()
 
 
 class StepClock(Protocol):
-    """What keeps the time of the step in hand, beyond its world."""
+    """The owner of the start time of the step in hand; it outlives the world."""
 
     step_started: float
 
 
 class SessionSteps:
-    """Begins and commits the steps of one world, and tells of them.
+    """Begins, commits and logs the steps of one world.
 
     Args:
         shares: this rank's part of each step.
-        is_own_code: whether what is done between two steps is the user's own.
+        is_own_code: whether the code between two steps is the user's own.
         require_unbroken: raises FormationFailed where the process group was broken off; waits for the device.
-        reading: surrounds what reads a batch (`GroupSockets.reading`).
+        reading: the context in which a batch is read (`GroupSockets.reading`).
         note_unstepped: called where a step is committed in which the optimizer has not stepped.
     """
 
@@ -108,7 +108,7 @@ class SessionSteps:
         self._require_unbroken, self._reading, self._note_unstepped = require_unbroken, reading, note_unstepped
         self.in_hand: StepInHand | None = None
         self._is_after_epoch = False
-        """an epoch's last step is committed, and the function has not asked for what comes next"""
+        """an epoch's last step is committed, and the function has not asked for the next batch or epoch"""
 
     @property
     def seconds_since_commit(self) -> float:
@@ -125,8 +125,8 @@ class SessionSteps:
         return self.in_hand
 
     def require_committed(self) -> None:
-        """Raises: UsageError where a step is in hand. FormationFailed where a peer was lost in it, and the function
-        goes on all the same: a loop may catch all errors, to leave a bad batch out."""
+        """Raise UsageError where a step is in hand. Raises FormationFailed instead where a peer was lost in it and the
+        function caught the error: a loop may catch all errors in order to skip a bad batch."""
         if self.in_hand is not None:
             require_sound()
             raise UsageError(
@@ -136,7 +136,7 @@ class SessionSteps:
             )
 
     def require_none(self, what: str) -> None:
-        """Raises: UsageError where a step is in hand, between which `what` belongs."""
+        """Raise UsageError where a step is in hand: `what` belongs between two steps."""
         if self.in_hand is not None:
             raise UsageError(
                 f"{what} was called while step {self._worker.state.step + 1} is in hand: call it on every rank after "
@@ -144,8 +144,8 @@ class SessionSteps:
             )
 
     def begin_epoch(self, last_begun_at: int | None) -> int:
-        """The step from which an epoch goes on. Raises: UsageError where the last one was begun at it, too: it was left
-        without a step, and would come again for ever."""
+        """Return the step at which an epoch begins. Raises: UsageError where the last epoch began at the same step: it
+        was left without a step, and would be repeated for ever."""
         state = self._worker.state
         if last_begun_at == state.step:
             raise UsageError(
@@ -155,9 +155,9 @@ class SessionSteps:
         return state.step
 
     def begin(self) -> Share:
-        """The next step is in hand; returns this rank's share of it, of which nothing has been computed."""
+        """Take the next step in hand. Returns this rank's share of it, of which nothing has been computed."""
         self._watcher.do(Activity.COMPUTE)
-        with self._reading(), self._worker.state.lock.released():  # data may take their time
+        with self._reading(), self._worker.state.lock.released():  # reading data may take long
             share = next(self._shares)
         first, indices = share[0][0], [micro_batch.indices for micro_batch, _ in share]
         self.in_hand = StepInHand(first, sum(map(len, indices)))
@@ -171,28 +171,27 @@ class SessionSteps:
         return share
 
     def leave_to_function(self, micro_batch: MicroBatch) -> None:
-        """The user's own code computes the step in hand, from its one micro-batch on this rank, and may evaluate before
-        that."""
+        """Leave the step in hand, one micro-batch on this rank, to the user's own code. That may evaluate first."""
         state = self._worker.state
         self.turn_to_function()
         seed_model_draws(self._worker.config.seed, micro_batch.step, micro_batch.shard, self._worker.device)
         state.lock.let_go()
 
     def note_applied(self, found_inf: torch.Tensor | None) -> bool:
-        """The optimizer has stepped; a fused one has done nothing where a GradScaler `found_inf`. Returns whether a
-        step is in hand."""
+        """Note that the optimizer has stepped; a fused one changed nothing where `found_inf` of a GradScaler is not 0.
+        Returns whether a step is in hand."""
         if self.in_hand is not None:
-            self.in_hand.end_passes()  # before the function goes on, which may change buffers by hand
+            self.in_hand.end_passes()  # before the function goes on: it may change buffers by hand
             self.in_hand.is_applied, self.in_hand.found_inf = True, found_inf
         return self.in_hand is not None
 
     def begin_commit(self) -> bool:
-        """The step in hand counts from here on, whatever happens before its `commit`, unless all of it is put back
-        (`KeptUpdates`). Returns whether the optimizer has stepped; else a GradScaler has skipped it, or gradients add
-        up.
+        """Count the step in hand from here on, whatever happens before its `commit`, unless all of it is put back
+        (`KeptUpdates`). Returns whether the optimizer has stepped; if not, a GradScaler has skipped it, or gradients
+        are accumulated.
 
-        Raises: FormationFailed where it has not, because the reduction was broken off: to a GradScaler that looks like
-            an overflow.
+        Raises: FormationFailed where it has not stepped because the reduction was broken off. A GradScaler takes that
+            for an overflow.
         """
         step = self.required()
         has_stepped = step.is_applied
@@ -205,8 +204,8 @@ class SessionSteps:
         return has_stepped
 
     def _require_none_caught(self) -> None:
-        """Raises: FormationFailed where the function has gone on after the error of a lost peer; it is told what of the
-        step cannot be put back."""
+        """Raise FormationFailed where the function has caught the error of a lost peer and gone on. Warns where a part
+        of the step cannot be put back."""
         state = self._worker.state
         try:
             require_sound()
@@ -220,8 +219,8 @@ class SessionSteps:
             raise
 
     def commit(self, loss: float | None, late: LateTotals | None = None, *, is_told: bool = True) -> None:
-        """The step in hand counts. `late` are its sums where they are not waited for; they give its loss then. It has
-        an event unless others, of whom nobody knows, may do it again."""
+        """Commit the step in hand. `late` are its sums where they are not waited for; they bring its loss later.
+        Without `is_told` no event is written: the other workers may redo the step."""
         step, state, reporter, watcher = self.required(), self._worker.state, self._worker.reporter, self._watcher
         self.in_hand = None
         step.end_passes()
@@ -239,9 +238,10 @@ class SessionSteps:
         self.let_go_between()
 
     def commit_what_is_applied(self, error: str | None = None) -> bool:
-        """The world is over, by an `error` of the user's code or else a lost peer, and the step before is settled.
-        Where the weights are those after the step in hand, the step is done, unless all of it can be put back. Returns
-        whether it is. Does not block. Warns of what the next world does not do again."""
+        """Commit the step in hand if the weights already are those after it, unless all of it can be put back.
+
+        The world is over by an `error` of the user's code, or else by a lost peer, and the step before is settled.
+        Returns whether the step is committed. Does not block. Warns of what the next world does not repeat."""
         is_done = self._commit_applied(error)
         if self._is_after_epoch and self._is_own_code and error is None:
             self._worker.reporter.warn(
@@ -256,27 +256,27 @@ class SessionSteps:
         if self.in_hand is None or not self.in_hand.is_applied or state.kept.updates.are_kept:
             return False
         has_all = is_alone or self.in_hand.has_reduced or self.in_hand.result is not None
-        # Else the gradients were this rank's own; or it is why the error was raised that the weights are none.
+        # Otherwise the gradients were this rank's own, or non-finite weights are the very reason for the error.
         if error is not None and not (has_all and all(one.isfinite().all() for one in state.model.parameters())):
             return False
         what, then = (f"{error} came", "") if error else ("a peer was lost", "; move collectives out of there")
-        if error != UsageError.__name__:  # whose own line says how the loop is to be mended
+        if error != UsageError.__name__:  # its own line says how to repair the loop
             self._worker.reporter.warn(
                 f"{what} between the optimizer's step and the commit of step {state.step + 1}, which counts: what the "
                 f"loop does in between (a scheduler's step) may be missing once{then}"
             )
-        # Its loss was not told; that of the step before stands in, if there was any.
+        # The loss of this step is unknown; that of the step before stands in, if there is one.
         self.commit(state.last_loss, is_told=error is None or is_alone)
         state.lock.hold()
         return True
 
     def ask(self, *, looks: bool = False) -> None:
-        """The function asks for what comes next, or has returned: it is through with what follows the step before.
+        """Note that the function asks for the next batch or epoch, or has returned: its code after the commit is done.
 
         Args:
-            looks: for an abort of NCCL's, which tells nobody whose own collective since the commit it has ended.
+            looks: check for an NCCL abort too. It raises no error in a collective of the function's own.
 
-        Raises: as `require_committed`. FormationFailed: there was one, or a peer was lost in another way.
+        Raises: as `require_committed`. FormationFailed: NCCL's group was aborted, or a peer was lost in another way.
         """
         self.require_committed()
         if looks and self._is_own_code:
@@ -287,19 +287,19 @@ class SessionSteps:
         require_sound()
 
     def let_go_between(self) -> None:
-        """The user's own code is outside of a step: what it does not step itself can be saved."""
+        """Release the state's lock between two steps of the user's code, if everything that it steps can be saved."""
         state = self._worker.state
-        is_all_ours = all(one is state.averaged for one in state.extras.values())  # which the commit updates
-        if self._is_own_code and is_all_ours:  # else it may be about to step a scheduler
+        is_all_ours = all(one is state.averaged for one in state.extras.values())  # the commit updates `averaged`
+        if self._is_own_code and is_all_ours:  # else the user's code may be about to step a scheduler
             state.lock.let_go()
 
     def turn_to_function(self) -> None:
-        """What the user's own code does between two steps' passes, on one rank perhaps, may take its time."""
+        """Allow the user's own code more time between two steps' passes; it may run on one rank alone."""
         if self._is_own_code:
             self._watcher.do(Activity.COMPUTE, self._watcher.pace.between_steps)
 
     def close(self) -> None:
-        """The world is over: its batches, and the step in hand, are let go."""
+        """Drop the batches and the step in hand: the world is over."""
         step, self.in_hand = self.in_hand, None
         self._shares = iter(())
         if step is not None:
