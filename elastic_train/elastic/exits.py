@@ -1,4 +1,4 @@
-"""The exits of a run: finished, stopped with everybody, leaving alone. Each ends with the worker's exit code."""
+"""The exits of a run: finished, stopped with all members, leaving alone. Each ends with the worker's exit code."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ from elastic_train.wording import main_metrics
 from elastic_train.world import World
 
 SAVE_SECONDS = 300.0
-"""that a worker stays for another one of its node, which saves the state for all of them"""
+"""for which a worker stays while another worker of its node saves the state for all of them"""
 CONTINUE = "start all nodes again to continue"
 MEND_FIRST = "mend that and start all nodes again"
-"""what to do where the user's code has failed, and would fail again"""
+"""advice where the user's code has failed, and would fail again"""
 NOT_WHOLE = "its state is of no commit, and is not saved"
 UNSAVED = 1
-"""the exit code of a worker that has trained to the end, or was told to stop, and could not save this state. At the end
-a loop of one's own is given it: `run` returns"""
+"""the exit code of a worker that has trained to the end, or was told to stop, and could not save its state. At the end
+`run` returns it to a loop of the user's own"""
 
 
 class Exits:
-    """What a worker does before it ends, so that the state is safe and nobody waits for it."""
+    """What a worker does before it ends, so that the state is safe and no member waits for it."""
 
     def __init__(self, worker: Worker, membership: Membership, saver: Saver, trainer: Trainer, files: RunFiles) -> None:
         self._worker, self._membership, self._files = worker, membership, files
         self._saver, self._trainer = saver, trainer
 
     def finish(self, world: World, outcome: str, *, is_saved: bool) -> int:
-        """Training is through: the last snapshot, result.json, and no agent left waiting. Every rank calls it."""
+        """Finish: write the last snapshot and result.json, and release the waiting agents. Every rank calls this."""
         worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
         state.clock.enter(Phase.FORM)
         set_group_timeout(GROUP_TIMEOUT)
@@ -72,7 +72,7 @@ class Exits:
         self._files.leave_bucket(world)
         if world.num_spares:
             self._membership.barriers.announce_finished(world, data.decode())
-        self._membership.watcher.leave()  # who is through goes now, and is not missed
+        self._membership.watcher.leave()  # a member that has finished may go, and is not taken for lost
         self._membership.barriers.finish(world)
         self._membership.barriers.end_together(world)
         worker.reach("exit", world)
@@ -95,7 +95,7 @@ class Exits:
         return UNSAVED if unsaved else 0
 
     def finish_as_spare(self, world: World, result: str) -> int:
-        """The others have trained to the end: leave the same result.json, where this node's run directory lacks it."""
+        """Finish as a spare: write the job's result.json where this node's run directory lacks it."""
         self._membership.watcher.leave()
         if world.is_directory_leader:
             save_result(self._worker, result.encode())
@@ -105,13 +105,13 @@ class Exits:
         return 0
 
     def stop(self, world: World) -> int:
-        """Everybody was told to stop, at this very step: save, so that the next start goes on from here.
+        """Stop together with all members, which were told to at this step: save the state for the next start.
 
         Raises:
             RuntimeError, FormationFailed: a member is lost before all have committed the step.
         """
         state, watcher = self._worker.state, self._membership.watcher
-        # Who was held up by a death in the last collective has a step less, goes on, and does not save its share.
+        # A member that a death held up in the last collective is a step behind: it trains on, and must not save here.
         watcher.do(Activity.REDUCE)
         with state.lock.released():
             barrier()
@@ -125,14 +125,14 @@ class Exits:
         self._saver.wait()
         save_seconds = time.monotonic() - started
         self._files.leave_bucket(world)
-        barrier()  # nobody's agent may end a node whose leader is still writing
+        barrier()  # else an agent may end a node whose directory leader is still writing
         watcher.leave()
-        self._membership.joins.announce_leaving("stopped")  # newcomers go on from what is saved here
+        self._membership.joins.announce_leaving("stopped")  # newcomers continue from the snapshot
         self._membership.barriers.end_together(world)
         return self._say_stopped(save_seconds)
 
     def stop_between_worlds(self, world: World) -> int:
-        """Told to stop between two worlds: there is no process group to agree with anybody. Each node keeps its own."""
+        """Stop between two worlds. There is no process group for an agreement, so each node saves its own state."""
         started, self._worker.state.stopped_at = time.monotonic(), self._worker.state.step
         self._saver.enter(world)
         if world.is_first_of_node:
@@ -145,14 +145,14 @@ class Exits:
         return code
 
     def leave(self, world: World) -> int:
-        """This node alone was told to stop; the step in hand is committed and the others have the state."""
+        """Leave because this node alone was told to stop; the step in hand is committed, and other members have it."""
         worker = self._worker
         worker.stop.settle()
         try:
             self._membership.leave(world, "stopped")
-        except StoreUnreachable as error:  # then the others lose it as a peer
+        except StoreUnreachable as error:  # the other members will lose it as a peer
             worker.reporter.warn(f"{error}; the others are not told that this worker leaves")
-        with suppress(OwnershipLost):  # the others may be a generation further
+        with suppress(OwnershipLost):  # the other members may be a generation further
             self._saver.wait()
         self._write_why()
         worker.reporter.events.write("done", outcome="stopped")
@@ -161,8 +161,8 @@ class Exits:
         return 128 + worker.stop.cause
 
     def stop_late(self, world: World) -> int:
-        """Told to stop, and no commit comes in time. Not on the training thread, which has lost the state's lock. Each
-        node saves the last commit for itself, for nobody knows who else was told."""
+        """Stop although no commit comes in time. Runs on another thread; the training thread has lost the state's lock.
+        Each node saves the last commit for itself, as it does not know which other nodes were told to stop."""
         stop, state, started = self._worker.stop, self._worker.state, time.monotonic()
         stop.settle()
         state.stopped_at = state.step
@@ -173,7 +173,7 @@ class Exits:
                 self._saver.save_beside(state)
         self._files.leave_bucket_alone(world)
         code = self._say_stopped(time.monotonic() - started)
-        with suppress(StoreUnreachable):  # then the others lose it as a peer
+        with suppress(StoreUnreachable):  # the other members will lose it as a peer
             self._membership.leave(world, "stopped late")
         _let_first_save(world, stop, None)
         return code
@@ -191,7 +191,7 @@ class Exits:
         return UNSAVED if unsaved else 128 + worker.stop.cause
 
     def _write_why(self, **fields: float) -> None:
-        """The signal, or the notice, by which this worker ends, and how long it had left."""
+        """Write the signal or the notice by which this worker ends, and how many seconds it had left."""
         reporter, notice = self._worker.reporter, self._worker.stop.notice
         if notice is None:
             reporter.events.write("signal", signal=self._worker.stop.cause.name)
@@ -202,7 +202,7 @@ class Exits:
             reporter.warn(f"this node's deadline was {-left:.1f} s ago, by its own clock ({notice.described})")
 
     def save_for_next_start(self, world: World, advice: str) -> str:
-        """The last commit, each node for itself: nobody knows who lives. Returns what a person should do next."""
+        """Save the last commit on each node, as the live nodes are unknown. Returns advice for the user."""
         self._worker.state.rollback()
         if not self._worker.state.is_whole:
             return NOT_WHOLE
@@ -215,15 +215,15 @@ class Exits:
     def give_way(
         self, error: ElasticTrainError, world: World | None, before: Return | None, *, has_state: bool
     ) -> Return:
-        """The others have gone on without this worker. It keeps what it has, for they may all be lost before it is with
-        them again, and leaves its membership; what it comes back with, as a newcomer to whom they give their state.
+        """Give way to members that have gone on without this worker. Saves its state, as all of them may be lost before
+        it is a member again, and leaves the membership. Returns what it brings along as a newcomer.
 
         Args:
-            before: what it came back with the last time.
+            before: what it brought along the last time.
         """
         worker, membership, state = self._worker, self._membership, self._worker.state
         membership.watcher.leave()
-        membership.job.stand_down()  # before what may take its time
+        membership.job.stand_down()  # first: the rest may take time
         saved = self._save_before_return(world) if world is not None and has_state else ""
         discarded: dict[str, Any] = {}
         if isinstance(error, Superseded) and has_state and state.branches != error.winner.branches:
@@ -239,7 +239,7 @@ class Exits:
         )
         worker.reporter.leave()
         self._files.release()
-        if state.generation is not None:  # else its time is in no run's totals, and counts if it begins one
+        if state.generation is not None:  # else its time is in no run's totals, and counts if it begins a run
             state.clock.begin_anew()
             state.generation = None
         others = () if world is None else tuple(member for member in world.members if member is not world.me)
@@ -259,35 +259,35 @@ class Exits:
         if not world.is_first_of_node or not state.is_whole:
             return ""
         self._saver.enter(world)
-        with suppress(OwnershipLost):  # theirs will be there
+        with suppress(OwnershipLost):  # the other members' snapshots will be there
             if self._saver.save_and_wait(state):
                 return f"; the state of step {state.step} is saved, in case that nobody else is left"
         return ""
 
     def save_for_nobody(self, world: World) -> str:
-        """For the case that no other lives: without the training thread. Returns what a person should know."""
+        """Save the state without the training thread, in case no other member lives. Returns a line for the user."""
         if world.is_first_of_node:
             return self._save_alone("in case that no other is left")
         return "the first worker of this node may have saved the state"
 
     def fail(self, error: Exception, verdict: Failure, world: World, *, has_state: bool) -> NoReturn:
-        """End with an error that is no lost peer's. Raises it."""
+        """End with an error that no lost peer has caused. Raises it."""
         is_of_task = has_state and not isinstance(error, ElasticTrainError)
-        # Else others go on with the state.
+        # In the other cases members go on with the state.
         if is_of_task and (verdict is Failure.JOB or (world.num_nodes == 1 and world.is_first_of_node)):
             self._save_for_mended_code(world, error)
         raise error
 
     def _save_for_mended_code(self, world: World, error: Exception) -> None:
-        """The code that is trained has failed on all who tried: the commits before are kept for when it is mended.
-        What came of it is said below the error's traceback."""
+        """Save the last commit for a start with repaired code, after the code has failed on every member that tried the
+        step. Adds the outcome as a note to the error."""
         state = self._worker.state
         if state.step == 0:
             return
-        self._membership.watcher.leave()  # it would take this thread for stuck
+        self._membership.watcher.leave()  # else it would take this thread for stuck
         try:
             said = self.save_for_next_start(world, MEND_FIRST)
-        except Exception as failed:  # of a broken device, say; what broke it says more
+        except Exception as failed:  # from a broken device, say; the first error says more
             said = f"the state of step {state.step} could not be saved: {first_line(failed)}"
         add_own_note(error, said)
 
@@ -304,8 +304,8 @@ class Exits:
 
 @contextmanager
 def told(reporter: Reporter) -> Iterator[None]:
-    """What is saved inside the block may be another job's by now, which is told; or the others', a generation further,
-    who save it."""
+    """Warn where another job owns the run directory or bucket by now, so that the block could not save. A newer
+    generation of this job is no reason to warn: it saves the state itself."""
     try:
         yield
     except NewerGeneration:
@@ -315,13 +315,13 @@ def told(reporter: Reporter) -> Iterator[None]:
 
 
 def _take_buffers_of_rank_0(worker: Worker, world: World, membership: Membership) -> None:
-    """All of a world end at this step, and each run directory's leader saves its own state: it is to be that of rank 0,
-    also where nothing was evaluated, or averaged weights were. Every rank calls it. Raises: as `buffers_of_rank_0`."""
-    if world.world_size == 1 or worker.config.reduction == "ordered":  # they are the same on all ranks
+    """Give rank 0's buffers to all ranks, as each run directory's leader saves its own. They may differ where nothing
+    was evaluated, or averaged weights were. All ranks end at this step and call it. Raises: as `buffers_of_rank_0`."""
+    if world.world_size == 1 or worker.config.reduction == "ordered":  # the buffers are equal already
         return
     state, check = worker.state, partial(membership.sockets.require_unbroken, worker.device)
     averaged = [state.averaged.model] if state.averaged else []
-    with state.lock.released():  # a late stop may save meanwhile, with this rank's own
+    with state.lock.released():  # a late stop may save meanwhile, with this rank's own buffers
         received = [
             buffers_of_rank_0(one, check, saved_alone=True) for one in (*state.kept.modules.values(), *averaged)
         ]
@@ -330,7 +330,7 @@ def _take_buffers_of_rank_0(worker: Worker, world: World, membership: Membership
 
 
 def _what_trains_on(state: TrainState, max_steps: int | None) -> str:
-    """After a run that is finished."""
+    """Describe what trains on after a finished run."""
     if state.step < state.plan["last_step"]:
         return (
             f"the training function had returned, before step {state.plan['last_step']}; another --epochs or "
@@ -340,7 +340,7 @@ def _what_trains_on(state: TrainState, max_steps: int | None) -> str:
 
 
 def _discarded(worker: Worker, winner: Position) -> dict[str, Any]:
-    """What of this worker's branch the other one does not have."""
+    """Describe the steps of this worker's branch that the winner's branch does not have."""
     state = worker.state
     first = parting_step(state.branches, winner.branches) + 1
     what = f"steps {first} to {state.step} of {describe(state.branches)} on {worker.host}"
@@ -348,27 +348,27 @@ def _discarded(worker: Worker, winner: Position) -> dict[str, Any]:
 
 
 def _place_of(state: TrainState) -> str:
-    """`epoch 55 of 80, 1124 of 1124 samples`: between two epochs the end of the first, as events tell it."""
+    """Return `epoch 55 of 80, 1124 of 1124 samples`. Between two epochs this is the end of the first, as in events."""
     is_at_end = state.step > 0 and state.samples_done == 0
     epoch, samples = (state.epoch, state.length) if is_at_end else (state.epoch + 1, state.samples_done)
     return f"epoch {epoch} of {state.num_epochs}, {samples} of {state.length} samples"
 
 
 def _let_first_save(world: World, stop: StopSignal, untold: Membership | None) -> None:
-    """As `_stay_for_first`, no longer than a signal or a notice leaves: the first may not have been told. `untold`,
-    where the others may wait for this worker."""
+    """Do as `_stay_for_first`, but no longer than a signal or a notice leaves: the first worker may not have been told.
+    `untold` is the membership where other members may still wait for this worker."""
     if world.is_first_of_node:
         return
     if untold is not None:
         with suppress(StoreUnreachable):
             untold.leave(world, "stopped")
-    is_open = stop.notice is not None and stop.notice.deadline is None  # and no agent was told: no SIGKILL follows
+    is_open = stop.notice is not None and stop.notice.deadline is None  # and no agent was told, so no SIGKILL follows
     left = None if is_open else stop.seconds_left()
     _stay_for_first(world, SAVE_SECONDS if left is None else min(SAVE_SECONDS, left))
 
 
 def _stay_for_first(world: World, seconds: float, may_go: Callable[[], bool] = lambda: False) -> None:
-    """An agent that loses one worker ends its others, after 30 s with SIGKILL: this one stays while the first saves."""
+    """Stay while the node's first worker saves: an agent that loses one worker ends all, after 30 s with SIGKILL."""
     first, deadline = world.first_of_node.address, time.monotonic() + seconds
     while not may_go() and time.monotonic() < deadline and probe(first) is Probe.ACCEPTED:
         time.sleep(0.1)

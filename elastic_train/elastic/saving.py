@@ -1,4 +1,4 @@
-"""Which worker saves the state when."""
+"""Which worker saves the state, and when."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from elastic_train.wording import duration
 from elastic_train.world import World
 
 SLOW_SECONDS = 300.0
-"""that one snapshot is on its way before that is told"""
+"""after which a snapshot that is still in flight causes a warning"""
 BEST_SECONDS = 30.0
-"""that training waits for the snapshot in flight, so that the best state so far can be copied"""
+"""for which training waits for the snapshot in flight, so that the best state can be copied"""
 
 
 class Saver:
-    """Saves the state of one worker, whatever worlds it goes through; rank 0 writes the regular snapshots.
+    """Saves the state of one worker in all its worlds; rank 0 writes the regular snapshots.
 
     Args:
-        written: told of each snapshot that is durable, and of the number of nodes that train.
+        written: called with each durable snapshot, and the number of nodes that train.
     """
 
     def __init__(
@@ -51,21 +51,21 @@ class Saver:
         self._has_noted_due, self._entered_at, self._has_begun = False, 0.0, False
         self._world: World | None = None
         self._best_step = -1
-        """of the newest best state that was dealt with"""
+        """of the newest best state that was saved or given up"""
         self.seen_whole: tuple[int, int] | None = None
-        """(generation, step) of the newest snapshot that others have written, as this worker has seen"""
+        """(generation, step) of the newest snapshot by another worker that this one has seen"""
         self._failed_step = -1
-        """of the newest state that could not be saved by who waited for it"""
+        """of the newest state that could not be saved while the caller waited"""
         self.newest: SnapshotResult | None = None
-        """of those that are durable"""
+        """the newest durable snapshot"""
         self._has_told_slow, self._step_on_the_way = False, -2
-        """of the one that is on its way"""
+        """whether the snapshot in flight has caused a warning; its step"""
         self._snapshots: SnapshotWriter | None = None
         self._was_writer, self._unfit = True, set[str]()
-        """whether no other worker was rank 0 before this one was; what of the state could not be saved"""
+        """whether this worker was rank 0 in the world before, or had none; errors about the state that were reported"""
 
     def enter(self, world: World) -> None:
-        """A world stands: from now on its generation is the one that writes."""
+        """Note that a world stands: from now on its generation is the one that writes."""
         self._was_writer = self._world is None or self._world.rank == 0
         self._world = world
         self.save_time.enter(world)
@@ -73,12 +73,12 @@ class Saver:
         self._schedule.enter(takes_over=world.rank == 0 and not self._was_writer, step=self._worker.state.step)
 
     def is_last_writer(self, world: World) -> bool:
-        """Whether this worker saves for others where all of a world have one state and stay until it is saved: each
-        run directory's leader, for its disk may be its own; rank 0 alone where all see one bucket."""
+        """Return whether this worker saves for others when all members have one state and stay until it is saved. That
+        is each run directory's leader, as its disk may be its own; rank 0 alone where all use one bucket."""
         return world.is_directory_leader if self._worker.bucket is None else world.rank == 0
 
     def is_due(self, state: TrainState) -> bool:
-        """Whether this worker must call `save` after the step that was just committed. Reports what was written."""
+        """Return whether this worker must call `save` after the step just committed. Reports what was written."""
         if self._world is None:
             return False
         if self._world.rank != 0:
@@ -95,22 +95,22 @@ class Saver:
             self._tell_slow()
         if self._snapshots is not None:
             self.report()
-        elif not state.is_finished:  # the optimizer has its state by now; what cannot be saved is told now
+        elif not state.is_finished:  # the optimizer has its state by now, so an unsavable state is reported now
             with nullcontext() if self._was_writer else _told_once(self._unfit, self._reporter.warn):
                 self.writer().prepare(state.state_dict())
         self._adapt(state)
         if state.is_finished:
-            return False  # it is saved at the end anyway
+            return False  # the end of the run saves it in any case
         return is_new_best or (self._schedule.is_overdue and not self.writer().is_busy())
 
     def begin(self, state: TrainState) -> None:
-        """A world is about to train; the best state that this worker's first one begins with has its snapshot."""
+        """Note that a world begins to train. A best state with which this worker's first world begins is saved."""
         if not self._has_begun and self.owes_best(state):
             self._best_step = state.step
         self._has_begun = True
 
     def owes_best(self, state: TrainState) -> bool:
-        """Whether the weights of this very step are the best so far, are to be kept, and are not saved yet."""
+        """Whether the weights of this step are the best so far, are to be kept, and are not saved yet."""
         is_best = state.ratings.best is not None and state.ratings.best[0] == state.step
         return bool(self._worker.config.keep_best) and is_best and self._best_step != state.step
 
@@ -124,12 +124,12 @@ class Saver:
             )
 
     def _note_due(self, world: World, state: TrainState) -> None:
-        """Once: where the snapshots of another node lie somewhere else, this one's events show that there are some. A
-        step later than the first was due: by then rank 0 has written down that step, too."""
+        """Write an event once, so that this run directory shows that snapshots exist where another node writes them.
+        That happens a step after the first snapshot was due: by then rank 0 has logged that step, too."""
         if self._has_noted_due:
             return
         steps = self._interval.steps
-        if steps is None:  # rank 0 counts from its first world, this one or an earlier one; a step may be long
+        if steps is None:  # rank 0 counts from its first world, which may be an earlier one; a step may be long
             is_past = self._now() - self._entered_at > 2 * self._interval.first_seconds
         else:
             is_past = state.step > steps
@@ -139,11 +139,11 @@ class Saver:
                 self._reporter.events.write("snapshot_due", every=steps, by=world.members[0].name)
 
     def save(self, state: TrainState) -> None:
-        """In the background; returns when the state is copied."""
+        """Save in the background; returns when the state is copied."""
         with state.clock.during(Phase.SNAPSHOT):
             if self.owes_best(state):
                 self._make_room_for_best(state)
-            started_at, is_begun = self._now(), True  # where there is none, the next one is tried when it is due
+            started_at, is_begun = self._now(), True  # if it cannot be saved, the next one is tried when it is due
             with _told_once(self._unfit, self._reporter.warn):
                 is_begun = self.writer().save_in_background(state.state_dict(), **_position(state, self._world))
             if is_begun:
@@ -153,7 +153,7 @@ class Saver:
                 self._schedule.put_off()
 
     def _tell_slow(self) -> None:
-        """Once of each: a store that never answers is not seen otherwise."""
+        """Warn once for each snapshot in flight: nothing else shows a store that never answers."""
         seconds, newest = self._schedule.seconds_on_the_way, self.newest
         if self._has_told_slow or seconds < max(SLOW_SECONDS, 3 * (0.0 if newest is None else newest.total_seconds)):
             return
@@ -165,7 +165,7 @@ class Saver:
         )
 
     def _make_room_for_best(self, state: TrainState) -> None:
-        """The next step makes other weights of the best ones: they cannot be put off as others can."""
+        """Wait for the snapshot in flight: the next step changes the best weights, so their copy cannot be put off."""
         self._best_step = state.step
         if not self.writer().wait(BEST_SECONDS, prunes=False):
             self._reporter.warn(
@@ -174,7 +174,7 @@ class Saver:
             )
 
     def save_and_wait(self, state: TrainState, fleet: Fleet | None = None) -> bool:
-        """Durable when it returns True. A full disk costs a warning, not the job."""
+        """Save and return whether the snapshot is durable. A full disk causes a warning, and does not end the job."""
         if self._world is not None and self.seen_whole == (self._world.generation, state.step):
             return True
         with state.clock.during(Phase.SNAPSHOT):
@@ -183,25 +183,25 @@ class Saver:
         return is_saved
 
     def save_beside(self, state: TrainState, fleet: Fleet | None = None) -> bool:
-        """The same on another thread than the one that trains, which does not wait for it. Nothing else is told of."""
+        """Do the same on another thread, while the training thread goes on. Reports nothing else."""
         self._failed_step = state.step
         try:
             self._report(_save_last(self.writer(), self._reporter.warn, state, _position(state, self._world), fleet))
         except SnapshotError as error:
             self._reporter.warn(str(error))
             return False
-        except NewerGeneration:  # the others have it, and save it
+        except NewerGeneration:  # the other members have the state, and save it
             self._failed_step = -1
             raise
         self._failed_step = -1
         return True
 
     def unsaved(self, state: TrainState) -> str:
-        """What a last line says where this state could not be saved."""
+        """Return the addition to a last line where this state could not be saved."""
         return "; THIS STATE IS NOT SAVED, a warning above says why" if self._failed_step == state.step else ""
 
     def report(self) -> None:
-        """Tell what the background has written since the last call.
+        """Report what the background thread has written since the last call.
 
         Raises:
             OwnershipLost: another job, or a newer generation, owns the run directory.
@@ -211,7 +211,7 @@ class Saver:
         try:
             outcomes = self._snapshots.collect()
         except OwnershipLost:
-            # Perhaps only the generation changed while it was written, to one that this worker is in itself.
+            # Perhaps the generation has only changed to one that this worker is a member of.
             self._check_owner()
             self._schedule.put_off()
             return
@@ -223,24 +223,24 @@ class Saver:
                 self._reporter.warn(f"{outcome}; training goes on")
 
     def wait(self) -> None:
-        """For the snapshot in flight: the process is about to end."""
+        """Wait for the snapshot in flight: the process is about to end."""
         if self._snapshots is not None:
             self._snapshots.wait(60.0, prunes=False)
             self.report()
 
     @property
     def expected_seconds(self) -> float:
-        """That a snapshot takes: as the newest, else twice as long as the first one is on its way by now."""
+        """Seconds that a snapshot takes: as the newest, or twice as long as the first one is in flight by now."""
         return 2 * self._schedule.seconds_on_the_way if self.newest is None else self.newest.total_seconds
 
     def give_up_in_flight(self, state: TrainState) -> None:
-        """Where it goes to a URL: the line is for the last state."""
+        """Give up a snapshot in flight to a URL, to free the line for the last state."""
         if self._snapshots is not None and self._snapshots.give_up(state.state_dict(), state.step):
             lost = "; it was the best so far" if self._best_step == self._step_on_the_way else ""
             self._reporter.log(f"the snapshot on its way is given up for that of step {state.step}, the last{lost}")
 
     def writer(self) -> SnapshotWriter:
-        # One for the life of the process: it keeps its buffers, and one snapshot at a time is in flight.
+        # One writer for the life of the process: it keeps its buffers, and writes one snapshot at a time.
         if self._snapshots is None:
             worker, config = self._worker, self._worker.config
             self._snapshots = SnapshotWriter(
@@ -293,11 +293,11 @@ def _position(state: TrainState, world: World | None) -> SnapshotPosition:
 
 @contextmanager
 def _told_once(told: set[str], warn: Callable[[str], None]) -> Iterator[None]:
-    """What the state holds cannot be saved any more (an extra has come to hold an array, say): that costs a warning,
-    where it has been saved before, not one worker after the other.
+    """Warn, once for each error, where the state cannot be saved any more (an extra now holds an array, say). A state
+    that was saved before must not end one worker after another.
 
     Args:
-        told: what was warned of before; it grows.
+        told: the errors that were reported; the set grows.
     """
     try:
         yield
@@ -314,8 +314,8 @@ def _save_last(
     position: SnapshotPosition,
     fleet: Fleet | None,
 ) -> SnapshotResult:
-    """Where the disk is full, older snapshots make room for it, unless branches parted: they are of both. Raises: as
-    `SnapshotWriter.save`."""
+    """Save the last state. On a full disk older snapshots make room, unless branches have parted: they belong to both.
+    Raises: as `SnapshotWriter.save`."""
     is_stop = state.stopped_at == state.step
     try:
         return writer.save(state.state_dict(), **position, fleet=fleet, is_stop=is_stop)

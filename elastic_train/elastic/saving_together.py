@@ -1,4 +1,4 @@
-"""The last state of a world whose nodes all stop at one step: saved once, by all of them where that is faster."""
+"""The last state of a world whose nodes all stop at one step: saved once, by all nodes where that is faster."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from elastic_train.world import World
 
 
 def save_together(worker: Worker, saver: Saver, world: World, is_first_lost: Callable[[], bool]) -> None:
-    """All of a world stop at this very step, and have one state: save it, or this node's share of it. Blocks until it
-    is durable, as far as this worker takes part, or until rank 0 is lost."""
+    """Save the state of a world whose members all stop at this step, or this node's share of it. Blocks until this
+    worker's part is durable, or until rank 0 is lost."""
     state, fleet = worker.state, _fleet_of(worker, world, is_first_lost)
-    # Unless only the snapshot in flight may still be there in the time that is left.
+    # Keep the snapshot in flight where only that can be complete in the time that is left.
     left, num_senders = worker.stop.seconds_left(), 1 if fleet is None else len(fleet.hosts)
     if left is None or saver.expected_seconds / num_senders <= left:
         saver.give_up_in_flight(state)
@@ -26,7 +26,7 @@ def save_together(worker: Worker, saver: Saver, world: World, is_first_lost: Cal
 
 
 def _fleet_of(worker: Worker, world: World, is_first_lost: Callable[[], bool]) -> Fleet | None:
-    """The nodes of those who train, where each can write to the bucket for all."""
+    """Return the nodes that train, if each can write to the bucket for all; else None."""
     nodes = list(dict.fromkeys(member.node for member in world.workers))
     if worker.bucket is None or len(nodes) < 2:
         return None
@@ -46,5 +46,5 @@ def _save_share(worker: Worker, saver: Saver, world: World, fleet: Fleet) -> Non
         try:
             if saver.writer().save_share(state.state_dict(), fleet, step=state.step, generation=generation):
                 saver.seen_whole = (generation, state.step)
-        except Exception as error:  # whatever it is, this node's help alone is lost
+        except Exception as error:  # of any kind: only this node's help is lost
             worker.reporter.warn(f"{error}; the other nodes write it")

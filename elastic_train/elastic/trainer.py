@@ -1,4 +1,4 @@
-"""Enters a training function, bundled or a user's own, in one world after the other."""
+"""Enters a training function, bundled or a user's own, in one world after another."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ TrainingFunction = Callable[[Training], None]
 
 @dataclass(frozen=True)
 class Program:
-    """What trains."""
+    """The code that trains."""
 
     train: TrainingFunction
-    """entered anew in every world"""
+    """called anew in every world"""
     loss: BatchLoss | None = None
-    """of all its steps, where it is known to leave the weights alone until a step's gradients are reduced, as the
-    bundled trainer does; None where nobody knows"""
+    """the loss of every step, if it leaves the weights alone until a step's gradients are reduced, as the bundled
+    trainer's does; None where that is unknown"""
 
 
 class Trainer:
     """Runs a program in the worlds of one worker.
 
-    What is attached to a world is made here for each, and let go at its end.
+    What belongs to one world is made here for each world, and released at its end.
     """
 
     def __init__(self, program: Program, worker: Worker, membership: Membership, saver: Saver) -> None:
@@ -69,18 +69,18 @@ class Trainer:
         self._evaluations = Evaluations(worker, membership)
         self._stand_in = stand_in_batch(worker)
         self.step_started = time.monotonic()
-        """when the step in hand, or the first one's world, was begun, by the monotonic clock"""
+        """when the step in hand began, or the world before its first step, by the monotonic clock"""
         self.was_applied = False
-        """whether the step in which the user's code has failed counts all the same"""
+        """whether the step in which the user's code failed counts nevertheless"""
         self.last_votes: Votes = NO_VOTES
-        """what this rank said in the last step"""
+        """of this rank, in the last step"""
         self.states = StateChecks(worker, membership)
         self._passes = PassChecks(worker, membership)
         self._hints = LoopHints(worker)
-        # A SyncBatchNorm would take a sample of the newcomer's into everybody's statistics.
+        # A SyncBatchNorm would include a newcomer's stand-in sample in the statistics of all ranks.
         has_sync = any(isinstance(module, nn.SyncBatchNorm) for module in worker.state.model.modules())
         self.has_room_for_handover = self._is_bundled and worker.config.reduction == "fast" and not has_sync
-        """whether newcomers may take part in a step without samples, and get the state while it is computed"""
+        """whether newcomers may take part in a step without samples, and receive the state while it is computed"""
         self._training: Training | None = None
         self._ddp_modules: list[Wrapped] = []
         """of the newest world"""
@@ -94,27 +94,27 @@ class Trainer:
         return self._program.loss is not None
 
     def run(self, world: World, shares: Iterable[Share], begin: Beginning = ALONE) -> Outcome:
-        """Train in `world` over the steps that it is given; every rank calls it. `begin` says what is to be finished
-        before a gradient is applied.
+        """Train in `world` over the given shares; every rank calls this. `begin` is what must be finished before a
+        gradient is applied.
 
         Raises:
             StatesDiffer: not all ranks hold the same state; the step in hand does not count.
-            What the training function raises.
+            Any error of the training function.
         """
         state, watcher = self._worker.state, self._membership.watcher
         self.was_applied = False
         self._warn_of_kept_modules()
-        state.modes.put_back()  # a function of the user's may have been interrupted in an evaluation of its own
+        state.modes.put_back()  # a user's function may have been interrupted in an evaluation of its own
         drop_all_gradients(state)
-        if not self._is_bundled:  # at once: what is done with the weights is not known
+        if not self._is_bundled:  # now: it is unknown what the function does with the weights
             begin.wait_for_claim(watcher)
             if begin.comparison is not None:
                 begin.comparison.begin()
-                with state.lock.released():  # rank 0 may give its state to others first
+                with state.lock.released():  # rank 0 may send its state to other ranks first
                     self.states.finish(begin.comparison)
             watcher.do(Activity.COMPUTE)
             begin = replace(begin, finish_claim=None, comparison=None)
-        if self._worker.config.compile or not self._is_bundled:  # it may compile; the shapes of the shares are others
+        if self._worker.config.compile or not self._is_bundled:  # it may compile anew for other shapes of shares
             watcher.pace.expect_first_step()
         self._training = training = self._make_training(world, shares, begin)
         try:
@@ -122,22 +122,22 @@ class Trainer:
                 with self._seeing_every_optimizer(), told_as_what_it_is(state, self._membership.sockets):
                     self._program.train(training)
             finally:
-                state.lock.hold()  # what is done with the state from here on looks after a stop itself
+                state.lock.hold()  # the code that uses the state from here on checks for a stop itself
             training.finish()
             self._return_together(world)
-            if not state.is_finished:  # else the last step has done it
+            if not state.is_finished:  # else the last step has compared the states
                 training.check_states()
         except WorldEnds as end:
             return end.outcome
-        except StatesDiffer:  # on every rank alike: nobody is lost
+        except StatesDiffer:  # raised on every rank alike, and no peer is lost
             raise
         except Exception as error:
-            watcher.announce_broken()  # whatever the function, or its debugger, takes its time for
-            training.settle_at_once()  # what NaN has led to says less than that there was one
+            watcher.announce_broken()  # now: the function, or its debugger, may take time
+            training.settle_at_once()  # raises TrainingDiverged for NaN, which says more than its consequences
             if is_communication_error(error):
                 training.commit_what_is_applied()
                 begin_scalers_anew(state)
-            elif not isinstance(error, TrainingDiverged):  # what is saved then is of a commit
+            elif not isinstance(error, TrainingDiverged):  # so that what is saved then is of a commit
                 self.was_applied = training.commit_what_is_applied(type(error).__name__)
             raise
         finally:
@@ -151,29 +151,28 @@ class Trainer:
         return Outcome.FINISHED
 
     def _return_together(self, world: World) -> None:
-        """The training function has returned, perhaps at the end. Raises: as `Barriers.return_together`."""
+        """Wait until the training function has returned on all ranks. Raises: as `Barriers.return_together`."""
         state = self._worker.state
-        if world.world_size == 1 or (state.is_finished and self._is_bundled):  # else some may be in a collective yet
+        if world.world_size == 1 or (state.is_finished and self._is_bundled):  # else a rank may be in a collective
             return
-        with state.lock.released():  # others may be busy for long, and this worker be told to stop
+        with state.lock.released():  # others may be busy for long, and this worker may be told to stop
             self._membership.barriers.return_together(world, state.step, is_end=state.is_finished)
 
     def warm_up(self) -> None:
-        """Do what a newcomer's first step would take longer for, before there is a process group; the state is of no
-        use yet."""
-        if self._program.loss is None or self._worker.config.compile:  # nobody knows how; it is for a step's shapes
+        """Run what makes a newcomer's first step slow, before there is a process group; its state is not used yet."""
+        if self._program.loss is None or self._worker.config.compile:  # no loss to run; a compilation is for one shape
             return
         warm_up(self._worker, self._stand_in, self._program.loss)
 
     def evaluate_if_missed(self, world: World) -> None:
-        """Make up for an evaluation that a death has interrupted; every rank calls it."""
+        """Make up for an evaluation that a death has interrupted; every rank calls this."""
         self._evaluations.if_missed(world)
 
     def abandon(self) -> None:
-        """Put the state back to a commit, on another thread: the one that trains waits, and will not come back.
+        """Put the state back to a commit, on another thread, as the training thread waits and will not come back.
 
         Raises:
-            TrainingDiverged: the newest commit is not worth to be saved.
+            TrainingDiverged: the loss of the newest commit is not finite, so it must not be saved.
         """
         self.settle()
         if self._training is not None:
@@ -181,22 +180,22 @@ class Trainer:
         self._worker.state.rollback()
 
     def settle(self) -> None:
-        """On another thread, which has acquired the state's lock: what has not come of the newest step never will.
+        """Give up sums of the newest step that have not come; on another thread, which has acquired the state's lock.
 
         Raises:
-            TrainingDiverged: the newest commit is not worth to be saved.
+            TrainingDiverged: the loss of the newest commit is not finite, so it must not be saved.
         """
         if self._training is not None:
             self._training.settle_at_once()
 
     def close(self) -> None:
-        """It trains no more: nothing of it stays attached to the state."""
+        """Detach this trainer from the state: it trains no more."""
         self._worker.state.before_update = lambda: None
         for hook in self._hooks:
             hook.remove()
 
     def _make_training(self, world: World, shares: Iterable[Share], begin: Beginning) -> Training:
-        """The parts of one world; this rank is in the training function from here on."""
+        """Make the parts of one world; from here on this rank counts as inside the training function."""
         worker, membership = self._worker, self._membership
         end = WorldEnd(world, membership, self._saver.save_time.note_vote)
         self._passes.enter(world)
@@ -224,7 +223,7 @@ class Trainer:
         if self._is_bundled:  # before its first batch
             whole.prepare()
         steps.turn_to_function()
-        steps.let_go_between()  # it may take its time before its first batch
+        steps.let_go_between()  # the function may take time before its first batch
         return Training(
             worker,
             world,
@@ -239,9 +238,9 @@ class Trainer:
         )
 
     def _check_states(self, world: World, whole: WholeSteps, end: WorldEnd) -> None:
-        if whole.is_comparing:  # what the world has begun with is judged by that
+        if whole.is_comparing:  # the comparison that the world began with is still open
             return
-        # A loop of the user's own may be about to step a scheduler: what another thread saves now would lack that.
+        # A user's own loop may be about to step a scheduler: a save by another thread would lack that.
         lock = self._worker.state.lock
         with lock.released() if self._is_bundled else nullcontext():
             self.states.check(world, end)
@@ -252,7 +251,7 @@ class Trainer:
 
     def _warn_of_kept_modules(self) -> None:
         if are_kept(self._ddp_modules):
-            gc.collect()  # perhaps by a circle alone, as an optimizer's closure and the frames of an error make one
+            gc.collect()  # a circle alone may keep them: an optimizer's closure and an error's frames make one
         if are_kept(self._ddp_modules):
             self._worker.reporter.warn(
                 "the training function keeps the DDP module of an earlier world, and with it that world's memory: "
@@ -261,16 +260,16 @@ class Trainer:
         self._ddp_modules = []
 
     def _require_unbroken(self) -> None:
-        """NCCL's collectives, once aborted, end with garbage and no error: it must not reach the weights, nor count for
-        an overflow. Nor must gradients that DDP has not summed. Raises: FormationFailed, UsageError."""
+        """Keep garbage from the weights: an aborted NCCL collective ends without an error, and its result may look like
+        an overflow. Raises: FormationFailed. UsageError: DDP has not summed the gradients."""
         if self._training is None:
             return
-        device = self._worker.device if self._training.world.world_size > 1 else None  # NCCL changes nothing of one
+        device = self._worker.device if self._training.world.world_size > 1 else None  # NCCL changes no lone worker's
         watcher, sockets = self._membership.watcher, self._membership.sockets
         if device is not None and sockets.has_nccl:
-            watcher.do(Activity.REDUCE)  # nothing of its own is left
+            watcher.do(Activity.REDUCE)  # this rank has nothing of its own left to compute
         sockets.require_unbroken(device)  # the backward pass may still be under way
-        if self._worker.device.type == "cpu" or sockets.has_nccl:  # gloo's a GPU may still wait for
+        if self._worker.device.type == "cpu" or sockets.has_nccl:  # else a GPU may still wait for gloo
             watcher.do(Activity.COMPUTE)
         require_summed(self._ddp_modules, self._worker.state.step + 1)
 
@@ -282,8 +281,8 @@ class Trainer:
 
     @contextmanager
     def _seeing_every_optimizer(self) -> Iterator[None]:
-        """Of a loop of one's own, those that it has not told of, too: another one may be made of them, and leave the
-        weights changed between passes of its own (SAM)."""
+        """Watch every optimizer of a user's own loop, also those that `extras` do not name. One of them may be made of
+        several, and change the weights between its own passes (SAM)."""
         state = self._worker.state
 
         def begin(optimizer: torch.optim.Optimizer, *arguments: Any) -> Arguments | None:
@@ -310,16 +309,16 @@ class Trainer:
 
 
 def are_kept(modules: Iterable[Wrapped]) -> bool:
-    """Whether one of them is still there."""
+    """Whether one of the modules still exists."""
     return any(module.ddp() is not None for module in modules)
 
 
 def begin_scalers_anew(state: TrainState) -> None:
-    """Have GradScalers forget the step that was broken off between `unscale_` or `step` and `update`: they would take
-    its gradients, when it is done again, for unscaled ones, or a fused optimizer would unscale them twice."""
+    """Make GradScalers forget a step that was aborted between `unscale_` or `step` and `update`. Otherwise they would
+    take its gradients, when it is redone, for unscaled ones, or a fused optimizer would unscale them twice."""
     for scaler in state.kept.scalers:
         if scaler._scale is not None:  # else `scale` was never called
             scaler.update(scaler.get_scale())  # the only public way; the scale stays
     for optimizer in state.kept.updates.optimizers:
-        for name in ("grad_scale", "found_inf"):  # a scaler takes them back only once the step has returned
+        for name in ("grad_scale", "found_inf"):  # a scaler removes them only when the step has returned
             vars(optimizer).pop(name, None)

@@ -1,4 +1,4 @@
-"""One worker: what it builds from its flags before it meets anybody, so that a fault in them shows here, alone."""
+"""One worker: what it builds from its flags before it contacts other workers, so that wrong flags show here, alone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LOCAL_FLAGS = names_of(PlaceFlags, NodeFlags)
 
 @dataclass(frozen=True)
 class Worker:
-    """The parts of this process that last, whatever worlds it goes through."""
+    """The parts of this process that last through all worlds."""
 
     config: Config
     launch: Launch
@@ -65,19 +65,19 @@ class Worker:
     reporter: Reporter
     faults: FaultSeam
     imported_at: float
-    """when building began, by the monotonic clock"""
+    """when the build began, by the monotonic clock"""
     built_at: float
     identity: dict[str, str]
-    """by what members see that they have the same training set and model, as these were made"""
+    """hashes by which members see that they have equal training sets and models, as built"""
 
     @property
     def snapshots_dir(self) -> SnapshotFolder:
-        """A folder, or the bucket of a URL."""
+        """A folder, or the bucket of --snapshot-dir URL."""
         return self.bucket or self.directory.snapshots_dir
 
     @property
     def bucket(self) -> OwnedBucket | None:
-        """Where the snapshots go by URL; None where they go to a folder."""
+        """The bucket of the snapshots; None where they go to a folder."""
         return bucket_of(self.config)
 
     @property
@@ -85,7 +85,7 @@ class Worker:
         return key_of(self.config)
 
     def reach(self, point: Point, world: World) -> None:
-        """This worker is at a point of the fault seam."""
+        """Inject the faults that a drill has set for this point."""
         self.faults.reach(
             point,
             rank=world.rank,
@@ -96,16 +96,16 @@ class Worker:
         )
 
     def set_environment(self, world: World) -> None:
-        """Have the environment say what holds in `world`: the code that is trained may ask it for its rank."""
+        """Set the environment variables of `world`: the trained code may read its rank there."""
         os.environ.update(self.launch.variables_in(world))
 
     def share_cores(self, world: World) -> None:
-        """Share this host's cores among the workers of `world` that it has, where the user has not set OMP_NUM_THREADS.
+        """Share this host's cores among its workers of `world`, where the user has not set OMP_NUM_THREADS.
 
-        In ordered mode one thread, whatever the user has set: the bits depend on it.
+        Ordered mode uses one thread in any case: the bits depend on it.
 
-        torchrun sets it only when one agent starts several workers; several terminals of one machine would otherwise
-        run as many threads each as there are cores.
+        torchrun sets the variable only when one agent starts several workers. Without this, several terminals on one
+        machine would each run as many threads as there are cores.
         """
         if self.config.reduction == "ordered":
             torch.set_num_threads(determinism.THREADS_PER_WORKER)
@@ -114,14 +114,14 @@ class Worker:
             torch.set_num_threads(max(1, num_cores() // on_this_host))
 
     def agreement(self) -> dict[str, Any]:
-        """What must be equal on all members of a world."""
+        """Return what must be equal on all members of a world."""
         local = LOCAL_FLAGS | {name for name, value in own_values(self.config).items() if isinstance(value, Path)}
         flags = {flag(name): value for name, value in as_json(self.config).items() if name not in local}
-        bucket = bucket_of(self.config)  # one of them writes there for all, and all look there for what it has written
+        bucket = bucket_of(self.config)  # one member writes there for all, and all look there for what it has written
         return {
             **flags,
             **({} if bucket is None else {"--snapshot-dir": str(bucket)}),
-            "--snapshot-key": fingerprint(key_of(self.config)),  # else who becomes rank 0 might sign nothing
+            "--snapshot-key": fingerprint(key_of(self.config)),  # else a new rank 0 might sign nothing
             **self.task.describe(),
             **self.identity,
             **{f"version of {name}": version for name, version in versions().items()},
@@ -129,7 +129,7 @@ class Worker:
         }
 
     def must_agree_with_snapshot(self) -> dict[str, Any]:
-        """What must be equal for a snapshot to be continued."""
+        """Return what must be equal for a snapshot to be continued."""
         config = self.config
         return {
             **self.task.describe(),
@@ -142,7 +142,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Parts:
-    """What is trained, and where, for who has made it already."""
+    """Task, state and device of a caller that has made them already."""
 
     task: Task
     state: TrainState
@@ -150,11 +150,11 @@ class Parts:
 
 
 def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None = None) -> Worker:
-    """Everything that needs no other member; `parts` where the flags do not say what is trained. Blocks for a download,
-    if --download asks for one.
+    """Build everything that needs no other member. `parts` are given where the flags do not say what is trained. Blocks
+    for a download, if --download asks for one.
 
     Raises:
-        UsageError, DatasetMissing, RunDirectoryError: one line each. Whatever the user's own task raises.
+        UsageError, DatasetMissing, RunDirectoryError: one line each. Any error of the user's own task.
     """
     imported_at = time.monotonic()
     keep_freed_memory(os.environ)
@@ -183,7 +183,7 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
         state = make_state(config, task, device) if parts is None else parts.state
         check_state(config, task, state)
         warn_of_flags(config, launch, task, state.length, reporter)
-        task.describe()  # reads the test set too: a fault in it should show now
+        task.describe()  # reads the test set too, so that an error in it shows now
         data = identify(task.train_set, seed=config.seed, collate=task.collate, may_read=config.num_workers == 0)
         identity = {f"{DATA_BY}{name}": value for name, value in data.items()} | identify_state(state)
     except BaseException as error:
@@ -196,16 +196,16 @@ def build(config: Config, launch: Launch, stop: StopSignal, parts: Parts | None 
 
 
 def check_start(config: Config, launch: Launch) -> None:
-    """What can be told before a directory is made for the run.
+    """Check what can be checked before a directory is made for the run.
 
     Raises:
-        UsageError: the flags do not go with this launch, or an address among them is none that works.
+        UsageError: the flags do not suit this launch, or an address among them does not work.
         SnapshotError: --init-from names no file.
     """
-    if config.store_endpoint is not None:  # in a launch that has no use for it, too
+    if config.store_endpoint is not None:  # also in a launch that does not use it
         parse_endpoints(config.store_endpoint, "--store-endpoint")
     most = max_nodes_of(launch, os.environ)
-    is_known = launch.is_open or launch.agent_pid is None  # else --nnodes may be somewhere else
+    is_known = launch.is_open or launch.agent_pid is None  # else --nnodes may be given elsewhere
     if config.min_nodes is not None and config.min_nodes > most and is_known:
         raise UsageError(
             f"--min-nodes {config.min_nodes}: this job has {count(most, 'node')} at most and would never train; "
@@ -222,18 +222,18 @@ def check_start(config: Config, launch: Launch) -> None:
 
 
 def bucket_of(config: Config) -> OwnedBucket | None:
-    """Raises: UsageError: --snapshot-dir is a URL that does not work, or a package is missing."""
+    """Return the bucket of --snapshot-dir, if any. Raises: UsageError: the URL is unusable, or a package is missing."""
     given = None if config.snapshot_dir is None else str(config.snapshot_dir)
     return bucket_at(given) if given is not None and is_url(given) else None
 
 
 def key_of(config: Config) -> bytes | None:
-    """Raises: UsageError: --snapshot-key names none."""
+    """Return the key of --snapshot-key. Raises: UsageError: it names no key."""
     return None if config.snapshot_key is None else read_key(config.snapshot_key)
 
 
 def make_directory(config: Config, run_id: str) -> RunDirectory:
-    """Raises: RunDirectoryError where it, or the snapshot directory, cannot be written to."""
+    """Create the run directory. Raises: RunDirectoryError where it, or the snapshot directory, is not writable."""
     path = Path(config.run_dir or default_run_dir(run_id))
     folder = None if bucket_of(config) is not None else Path(config.snapshot_dir or path / SNAPSHOTS)
     directory = RunDirectory(path, folder)
@@ -245,7 +245,7 @@ def make_directory(config: Config, run_id: str) -> RunDirectory:
 
 
 def require_bucket(config: Config, reporter: Reporter) -> None:
-    """Raises: ObjectStoreError where the bucket of --snapshot-dir cannot be written to."""
+    """Raise ObjectStoreError where the bucket of --snapshot-dir cannot be written to."""
     bucket = bucket_of(config)
     if bucket is None:
         return
@@ -273,7 +273,7 @@ def make_reporter(config: Config, launch: Launch, directory: RunDirectory, host:
 
 
 def check_state(config: Config, task: Task, state: TrainState) -> None:
-    """Raises: UsageError where there is nothing to train on, or a model that cannot be, or not in ordered mode."""
+    """Raise UsageError where there is no training set, or the model cannot be trained, or not in ordered mode."""
     if state.length == 0:
         raise UsageError(f"the training set of {task.name} is empty: there is nothing to train on")
     require_values(state.model)
@@ -282,7 +282,7 @@ def check_state(config: Config, task: Task, state: TrainState) -> None:
 
 
 def warn_of_flags(config: Config, launch: Launch, task: Task, length: int, reporter: Reporter) -> None:
-    """Warn where the machines can do more than they are asked for, and where flags do less than they say.
+    """Warn where the machines could do more than the flags ask for, and where flags do less than they say.
 
     Args:
         length: of the training set, in samples.
@@ -314,7 +314,7 @@ def make_task(config: Config) -> Task:
 
 
 def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
-    """A freshly initialised state, equal on all members by its seed."""
+    """Return a freshly initialised state; the seed makes it equal on all members."""
     torch.manual_seed(config.seed)
     model = task.build_model()
     if not isinstance(model, torch.nn.Module):
@@ -323,7 +323,7 @@ def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
         initialise(model, config.init_from, warn=warnings.warn, key=key_of(config))
     if config.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    if len({parameter.device for parameter in model.parameters()}) < 2:  # else the task has spread it out
+    if len({parameter.device for parameter in model.parameters()}) < 2:  # else the task has spread the model
         require_values(model)
         model = model.to(device)
     defaults = task.defaults(None if config.optimizer == "auto" else config.optimizer)
@@ -352,19 +352,19 @@ def make_state(config: Config, task: Task, device: torch.device) -> TrainState:
         has_own_optimizer=own is not None,
     )
     if config.compile:
-        model.compile()  # in place: no `_orig_mod.` in any name; after the averaged copy was made
+        model.compile()  # in place: no name gets `_orig_mod.`; after the averaged copy was made
     return state
 
 
 def require_no_optimizer_flags(config: Config, task: Task) -> None:
-    """Raises: UsageError where a flag would change an optimizer that the task builds itself."""
+    """Raise UsageError where a flag would change an optimizer that the task builds itself."""
     for name in ("optimizer", "lr", "momentum", "weight_decay"):
         if getattr(config, name) not in (None, "auto"):
             raise UsageError(f"{flag(name)}: {task.name} builds its own optimizer; give it a flag of its own")
 
 
 def own_schedule(config: Config, task: Task) -> Callable[[int, int], float] | None:
-    """The task's own, if it has one. Raises: UsageError where it is no function, or a flag asks for another one."""
+    """Return the task's own schedule, if any. Raises: UsageError: it is no function, or a flag asks for another one."""
     schedule = task.schedule()
     if schedule is None:
         return None
