@@ -1,4 +1,4 @@
-"""Threads beside the one that trains, and their end."""
+"""Threads beside the training thread, and their end."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from elastic_train.training.group_sockets import leave_behind
 
 
 class BackgroundThreads:
-    """Threads that a member starts for what may take its time, from any thread.
+    """Threads that a member starts, from any thread, for tasks that may take long.
 
-    They are daemons: one that hangs does not keep the process. But one that comes back from torch's C++ while the
-    interpreter ends aborts the process, a finished one too ("terminate called without an active exception"). So the
-    member waits for them at its end.
+    They are daemons: one that hangs does not keep the process. But a thread that returns from torch's C++ while the
+    interpreter ends aborts the process, even a finished thread ("terminate called without an active exception"). So
+    the member waits for them at its end.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class BackgroundThreads:
             self._threads = [*(one for one in self._threads if one.is_alive()), thread]
 
     def finish(self, seconds: float) -> None:
-        """Wait until all have ended, so long at most. One that has not is left behind."""
+        """Wait until all have ended, for so many seconds at most. Threads that still run are left behind."""
         with self._lock:
             threads = tuple(self._threads)
         deadline = time.monotonic() + seconds

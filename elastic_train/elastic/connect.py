@@ -1,4 +1,4 @@
-"""Connect a worker to the others of its job, in the way that its launch says."""
+"""Connect a worker to its job, in the way that its launch says."""
 
 from __future__ import annotations
 
@@ -44,30 +44,30 @@ from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.world import Address, Member, World
 
 MEMBERS_FILE = "members.json"
-"""in a run directory: where members of the job that writes into it can be found"""
+"""in a run directory: the stores of members of the job that writes there"""
 OWN_SECONDS = 30.0
-"""timeout of this process's own store. It is long: the store lives as long as the process, its one thread may look a
-caller's name up, and a client of it is useless after one timeout"""
+"""timeout of this process's own store. It is long because the store lives as long as the process, its one thread may
+resolve a caller's name, and a client is useless after one timeout"""
 MOST_NAMED = 4
-"""of them: each that is gone without a refusal costs a newcomer half a second"""
+"""stores listed there: each that is gone without a refusal costs a newcomer half a second"""
 SET_MASTER = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, for all workers"
-"""also for those whom srun has started, who may never have set either"""
+"""advice also for workers that srun has started, whose user may have set neither"""
 
 
 @dataclass(frozen=True)
 class Return:
-    """What a member that was left out brings along when it comes back as a newcomer."""
+    """What a worker brings along when it was left out and returns as a newcomer."""
 
     uid: str
-    """that it had"""
+    """its uid as a member"""
     stores: tuple[Address, ...] = ()
-    """of the members that it was in a world with"""
+    """of the other members of its last world"""
     has_trained: bool = False
-    """whether there is a state of the run, with it or with others"""
+    """whether the run has a state, with this worker or with others"""
     num_fruitless: int = 0
-    """how often in a row it was left out before a world with it was settled"""
+    """how many times in a row it was left out before a world with it was settled"""
     deadline: float = math.inf
-    """by the monotonic clock: --wait-timeout after it was left out first"""
+    """--wait-timeout after it was first left out, by the monotonic clock"""
 
     def seconds_left(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
@@ -83,27 +83,27 @@ class Applicant:
     max_world_size: int | None
     """as `PeerJob`'s"""
     run_dir: Path | None
-    """that says where members of the job are; None where nothing is written"""
+    """contains MEMBERS_FILE; None where nothing is written"""
     log: Callable[[str], None]
-    """tells the person in front of this node what is being waited for"""
+    """prints a line for the user of this node: what is being waited for"""
     warn: Callable[[str], None]
-    """tells, and notes in the run's events, what is not as it should be"""
+    """prints a warning, and writes it to the run's events"""
     back: Return | None = None
-    """where this process was another member before"""
+    """set where this process was a member before"""
     goes_on: bool = False
     arbiter: Callable[[], Arbiter] | None = None
-    """both as `PeerJob`'s; without effect but under c10d, for etcd is an arbiter by itself"""
+    """as `PeerJob`'s, like `goes_on`; both have an effect only under c10d, as etcd is an arbiter itself"""
     around: Surroundings = field(default_factory=Surroundings)
-    """of which `start` and `finish` are replaced"""
+    """its `start` and `finish` are replaced"""
 
 
 @dataclass(frozen=True)
 class Endpoints:
-    """What this process opens before it meets anybody, for others to reach it."""
+    """What this process opens so that others can reach it, before it contacts any of them."""
 
     uid: str
     host: str
-    """its IP address towards the others"""
+    """IP address at which others reach it"""
     links: Links
     server: GroupStoreServer
     sockets: GroupSockets
@@ -111,10 +111,10 @@ class Endpoints:
 
 
 def connect_worker(applicant: Applicant) -> Membership:
-    """A membership that has found its job, or the place where it begins. Blocks until then.
+    """Return a membership that has found its job, or the place where the job begins. Blocks until then.
 
     Raises:
-        StoreUnreachable, StoreRefused: where it meets the others does not answer.
+        StoreUnreachable, StoreRefused: the rendezvous place does not answer, or refuses.
         Stopped: this worker was told to stop.
     """
     launch, waits = applicant.launch, applicant.waits
@@ -160,7 +160,7 @@ def connect_worker(applicant: Applicant) -> Membership:
 
 
 def watcher_of(applicant: Applicant, own: Endpoints, membership: Callable[[], Membership]) -> Watcher:
-    """Not yet started."""
+    """Return the watcher, not yet started."""
     waits = applicant.waits
 
     def tend(world: World | None) -> None:
@@ -187,20 +187,20 @@ def watcher_of(applicant: Applicant, own: Endpoints, membership: Callable[[], Me
 
 
 def open_endpoints(applicant: Applicant) -> Endpoints:
-    """Open them. Blocks and warns as `local_address`."""
+    """Open this process's endpoints. Blocks and warns as `local_address`."""
     waits, warn = applicant.waits, applicant.warn
     threads = BackgroundThreads()
     around = replace(applicant.around, start=threads.start, finish=threads.finish)
     uid = around.draw_uid()
     host = local_address(applicant.launch, warn)
-    # The earlier the thread of its canary is started, the sooner that ends where this process is killed.
+    # First: the earlier the canary's thread is started, the sooner the canary ends when this process is killed.
     links = Links(host, uid, ping_interval(waits.peer_timeout), waits.peer_timeout, warn, is_readable)
     server = GroupStoreServer(host)
     return Endpoints(uid, host, links, server, GroupSockets(spared_port=server.address[1]), around)
 
 
 def place_of(applicant: Applicant, own: Endpoints) -> tuple[Finder, Callable[[], Arbiter] | None]:
-    """Where this worker's job is to be found, and who says which side of it goes on. Blocks, and raises, as
+    """Return the finder of this worker's job, and the arbiter that decides which side goes on. Blocks, and raises, as
     `connect_worker`."""
     launch, waits, back = applicant.launch, applicant.waits, applicant.back
 
@@ -208,7 +208,7 @@ def place_of(applicant: Applicant, own: Endpoints) -> tuple[Finder, Callable[[],
         return [*(() if back is None else back.stores), *read_members(applicant.run_dir, launch.run_id)]
 
     if launch.etcd is not None:
-        from elastic_train.rendezvous.etcd_connections import Connections  # and with it gRPC
+        from elastic_train.rendezvous.etcd_connections import Connections  # imports gRPC
         from elastic_train.rendezvous.etcd_finder import EtcdFinder
 
         finder = EtcdFinder(
@@ -232,7 +232,7 @@ def place_of(applicant: Applicant, own: Endpoints) -> tuple[Finder, Callable[[],
 def peer_job(
     applicant: Applicant, own: Endpoints, finder: Finder, arbiter: Callable[[], Arbiter] | None
 ) -> tuple[PeerJob, OtherSides | None]:
-    """The job in its members' own stores, and what looks for other sides of the run, where nodes may join."""
+    """Return the job in its members' own stores, and the search for other sides of the run, where nodes may join."""
     launch, around = applicant.launch, own.around
     store = TorchStore(own.server.store, timedelta(seconds=OWN_SECONDS))
     other_sides: OtherSides | None = None
@@ -268,7 +268,7 @@ def peer_job(
 
 
 def begin_limit(applicant: Applicant) -> tuple[float, str]:
-    """(seconds until this worker has to be in a world, where nobody else looks after that; what was not done then)."""
+    """Return (seconds until this worker has to be in a world, where nothing else limits that; the error message)."""
     waits, back = applicant.waits, applicant.back
     if not applicant.launch.is_open:
         return waits.formation_timeout, (
@@ -281,10 +281,10 @@ def begin_limit(applicant: Applicant) -> tuple[float, str]:
 
 
 def form_ahead(world: World, own: Endpoints) -> FormedGroup:
-    """The process group of `world` beside the present one. Blocks until all members have; raises FormationFailed."""
+    """Form the process group of `world` beside the present one. Blocks until all members do. Raises FormationFailed."""
     try:
         found = own.server.group_store(world, form_timeout(world.world_size))
-    except (RuntimeError, OSError) as error:  # torch's are RuntimeErrors: rank 0 does not greet in time, say
+    except (RuntimeError, OSError) as error:  # torch raises RuntimeErrors, as when rank 0 does not greet in time
         raise FormationFailed(f"the store of the next world's group: {first_line(error)}") from error
     formed = form(PrefixStore(f"ahead/{world.key}", found), world.rank, world.world_size, own.host)
     own.sockets.spare(formed.sockets)
@@ -292,7 +292,7 @@ def form_ahead(world: World, own: Endpoints) -> FormedGroup:
 
 
 def answering(members: tuple[Member, ...], peer_timeout: float = math.inf) -> tuple[Member, ...]:
-    """Those that answer a probe. Blocks the watcher's thread, which pings nobody meanwhile, and must not be missed."""
+    """Return those that answer a probe. Blocks the watcher thread, which cannot ping meanwhile, so it must be short."""
     found = probe_all([member.address for member in members], min(PROBE_SECONDS, peer_timeout / 8))
     return tuple(member for member, answer in zip(members, found, strict=True) if answer is Probe.ACCEPTED)
 
@@ -304,13 +304,13 @@ def size_of(launch: Launch, waits: Waits) -> Size:
     join_timeout, silence = math.inf, waits.wait_timeout
     if launch.c10d is not None:
         join_timeout = launch.c10d.join_timeout
-    elif launch.etcd is not None:  # what such a job has written there is gone by then
+    elif launch.etcd is not None:  # by then the entries of such a job in etcd have expired
         silence = launch.etcd.grace
     return Size(settings.min_nodes, settings.max_nodes, settings.last_call, join_timeout, silence=silence)
 
 
 def launcher_of(launch: Launch, waits: Waits, stop: StopSignal) -> Launcher:
-    """Where the job of a fixed world is to be found. Blocks where MASTER_ADDR's store is awaited."""
+    """Return the finder of a fixed world's job. Blocks while MASTER_ADDR's store is awaited."""
     start = f"step-{launch.step}/restart-{launch.restart_count}"
     if launch.world_size == 1 or launch.master is None:
         return Launcher(None, rank=launch.rank, start=start)
@@ -321,16 +321,16 @@ def launcher_of(launch: Launch, waits: Waits, stop: StopSignal) -> Launcher:
 
 
 def store_of_launcher(host: str, port: int, seconds: float, stop: StopSignal, *, is_server: bool) -> Store:
-    """The store at MASTER_ADDR, which an agent or rank 0 serves. Blocks until it answers.
+    """Return the store at MASTER_ADDR, which an agent or rank 0 serves. Blocks until it answers.
 
     Raises:
-        StoreUnreachable: it does not, for so many seconds.
+        StoreUnreachable: it has not answered for `seconds`.
     """
     deadline = time.monotonic() + seconds
     if not is_server:
         wait_for_listener(host, port, deadline, stop)
     timeout = timedelta(seconds=seconds)
-    # It greets its server while it is made, without a deadline.
+    # On a thread: the constructor greets its server without a deadline.
     making = answer_of(
         lambda: TCPStore(host, port, is_master=is_server, wait_for_workers=False, timeout=timeout), "connect"
     )
@@ -347,14 +347,14 @@ def store_of_launcher(host: str, port: int, seconds: float, stop: StopSignal, *,
         raise StoreUnreachable(
             f"cannot {verb} the store at {host}:{port}: {first_line(error)}; {SET_MASTER}"
         ) from error
-    if is_server:  # a forked DataLoader process would keep the port taken beyond this process's death
+    if is_server:  # a forked DataLoader process would keep the port in use after this process's death
         os.register_at_fork(after_in_child=lambda: close_sockets_at(port))
     return store
 
 
 def wait_for_listener(host: str, port: int, deadline: float, stop: StopSignal) -> None:
-    """Until something accepts connections there. Where nothing does, TCPStore tries on beyond its own deadline, on a
-    thread that ends the process with an abort when it gives up while Python exits."""
+    """Wait until something accepts connections at the port. Without a listener TCPStore goes on trying after its own
+    deadline, on a thread that aborts the process if it gives up while Python exits."""
     while True:
         stop.check()
         try:
@@ -370,7 +370,7 @@ def wait_for_listener(host: str, port: int, deadline: float, stop: StopSignal) -
 
 
 def local_address(launch: Launch, warn: Callable[[str], None]) -> str:
-    """The IP address by which other members reach this worker. Blocks and warns as `address_towards`."""
+    """Return the IP address by which other members reach this worker. Blocks and warns as `address_towards`."""
     if launch.local_address is not None:
         return launch.local_address
     settings = launch.c10d or launch.etcd
@@ -382,7 +382,7 @@ def local_address(launch: Launch, warn: Callable[[str], None]) -> str:
 
 
 def read_members(run_dir: Path | None, run_id: str) -> list[Address]:
-    """Stores of members, by what the run directory says; perhaps all are gone."""
+    """Return the stores of members that the run directory lists; all of them may be gone."""
     told = None if run_dir is None else read_json(run_dir / MEMBERS_FILE)
     if told is None or told.get("run_id") != run_id:
         return []
@@ -393,5 +393,5 @@ def read_members(run_dir: Path | None, run_id: str) -> list[Address]:
 
 
 def describe_members(world: World, run_id: str) -> bytes:
-    """What `read_members` reads."""
+    """Return the content of MEMBERS_FILE, which `read_members` reads."""
     return json.dumps({"run_id": run_id, "stores": stores_by_node(world)[:MOST_NAMED]}).encode() + b"\n"

@@ -1,5 +1,5 @@
-"""The last commit is saved without the thread that trains: a stop comes too late for the step in hand, or that thread
-does not come back from a world that is over."""
+"""Saves the last commit without the training thread: a stop comes too late for the step in hand, or that thread does
+not return from a world that is over."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from elastic_train.world import World
 
 
 class LateStop:
-    """What is done where the training thread does not come to an end in time after this worker was told to stop, or at
-    all. What is saved stays as it is meanwhile: that thread waits when it comes to change it.
+    """The end of a worker whose training thread does not end in time after a stop, or not at all. What is saved stays
+    unchanged meanwhile: that thread waits when it is about to change the state.
 
-    Votes are cast when a step begins: the step in hand and a whole one have to end before all stop by them. Where steps
-    are long, or an evaluation is, SIGKILL comes first. The weights are those of the last commit all that time.
+    Votes are cast when a step begins, so the step in hand and a whole one must end before all stop by them. If steps or
+    an evaluation are long, SIGKILL comes first. The weights are those of the last commit all that time.
 
     Args:
-        world: the one that this worker trains in, once it has the run's state; else None.
+        world: returns the world in which this worker trains, once it has the run's state; else None.
         end_notices: `Noticed.close`.
-        end: ends the process.
+        end: terminates the process.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class LateStop:
         self._world, self._end_notices, self._end = world, end_notices, end
 
     def save(self, seconds: float) -> None:
-        """Save the last commit and end the process. On another thread than the one that trains; nothing is done where
-        that one looks after the stop itself.
+        """Save the last commit and end the process, on another thread than the training thread. Does nothing where that
+        thread handles the stop itself.
 
         Args:
-            seconds: in which it has to come to a place where the state is that of a commit.
+            seconds: within which the training thread has to reach a point where the state is that of a commit.
         """
         state, reporter = self._worker.state, self._worker.reporter
         if not state.lock.acquire(seconds):
@@ -57,8 +57,8 @@ class LateStop:
         code: int | None = 1
         try:
             world = self._world()
-            # The notice may have ended meanwhile: what waits for the time that is left cannot be called off any more.
-            # It is asked for before the step's votes are given up, and holds from there on.
+            # The notice may have ended meanwhile: a worker that waits for the remaining time cannot be called off any
+            # more. Ask before the step's votes are given up; the answer holds from there on.
             is_leaving = world is not None and state.is_whole and self._worker.stop.settle_if_requested()
             if world is None or not is_leaving or not self._is_sound():
                 state.lock.give_back()
@@ -69,7 +69,7 @@ class LateStop:
                 code = self._exits.stop_late(world)
                 reporter.close()
                 self._worker.directory.ownership.release()
-        except Exception as error:  # the training thread waits for the end, and nobody else would tell of it
+        except Exception as error:  # the training thread waits for the end, and no other thread would report it
             reporter.failed(error)
             show_traceback(error, is_debug=self._worker.config.debug)
         finally:
@@ -78,15 +78,15 @@ class LateStop:
                 self._end(code)
 
     def save_at_last(self) -> str:
-        """Save the last commit where the training thread is taken for lost, and the caller ends the process. Not on the
-        training thread. Returns what a person should know."""
+        """Save the last commit where the training thread counts as lost and the caller ends the process. Not on the
+        training thread. Returns a line for the user."""
         state, world = self._worker.state, self._world()
         if world is None:
             return "there is nothing to save"
-        # Where it has not let go it hangs between an optimizer's step and the commit, and waits when it comes back
-        # (Watcher.do).
+        # If the training thread holds the lock, it hangs between an optimizer's step and the commit. When it returns,
+        # it waits (Watcher.do).
         state.lock.acquire(0.0)
-        if state.is_step_open and state.is_whole:  # what it hangs in may be under way on a GPU, and never end
+        if state.is_step_open and state.is_whole:  # its collective may be under way on a GPU, and never end
             state.step_start.copy_beside()
         try:
             self._trainer.abandon()
@@ -99,7 +99,7 @@ class LateStop:
     def _is_sound(self) -> bool:
         try:
             self._trainer.settle()
-        except TrainingDiverged as diverged:  # the training thread raises it, if it comes to that
+        except TrainingDiverged as diverged:  # the training thread raises it, if it gets there
             self._worker.reporter.warn(str(diverged))
             return False
         return True

@@ -1,4 +1,4 @@
-"""Keeps the ledger's law where a run goes on from a snapshot that a later generation had not seen."""
+"""Keeps the ledger's law where a run continues from a snapshot that a later generation had not seen."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from elastic_train.world import World
 
 
 def write_lines_again(worker: Worker, world: World) -> None:
-    """For right after a snapshot was restored, before anybody counts as having its state; every rank calls it.
+    """Write again the ledger lines that an earlier generation left incomplete. Every rank calls this right after a
+    snapshot is restored, before any worker counts as having its state.
 
     The law counts the lines of a step's largest generation. An earlier generation may have trained on from before this
     snapshot (it could not see it, or none of its members had the step), and have been killed when only some of its
-    ranks had written their lines. This world writes lines of its own for such steps. The samples of a step are the same
-    in every world.
+    ranks had written their lines. So this world writes such lines itself: a step has the same samples in every world.
     """
     reporter, state = worker.reporter, worker.state
     trained_in = state.last_commits[-1]["generation"] if state.last_commits else None  # None: by a TrainState alone

@@ -1,4 +1,4 @@
-"""What a loop of one's own seems to have forgotten, told once: nothing else shows it before a node joins or dies."""
+"""Hints, given once, at what a user's own loop seems to lack: nothing else shows it before a node joins or dies."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from elastic_train.training.optimizers import (
 from elastic_train.world import World
 
 STEPS_OF_ONE_THAT_STAYS = 3
-"""in which an optimizer has stepped that is not made anew for each"""
+"""after so many steps with the same optimizer, that is not one made anew for each step"""
 
 
 class LoopHints:
-    """Of one worker, in whatever worlds; for the thread that trains. Rank 0 tells."""
+    """Hints of one worker, in all its worlds; for the training thread. Only rank 0 gives them."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._has_looked_for_scheduler = self._has_looked_at_gradients = self._has_looked_for_ddp = False
         self._has_seen_early_commit = False
         self._steps_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
-        """in which step each has stepped last, and in how many"""
+        """for each optimizer: the last step in which it stepped, and the number of such steps"""
         self._has_told_of_other = False
 
     def note_stepped(self, world: World, *, is_in_hand: bool) -> None:
-        """The optimizer has stepped, in a step that is in hand or between two."""
+        """Note that the optimizer has stepped, in a step that is in hand or between two."""
         if not is_in_hand and world.rank == 0 and not self._has_seen_early_commit:
             self._has_seen_early_commit = True
             self._worker.reporter.warn(
@@ -62,7 +62,7 @@ class LoopHints:
             )
 
     def note_other_stepped(self, world: World, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer has stepped. One that is made for a step, and thrown away, is no news."""
+        """Note that any optimizer has stepped. One that is made for a single step is ignored."""
         if world.rank != 0 or self._has_told_of_other:
             return
         state = self._worker.state
@@ -89,7 +89,7 @@ class LoopHints:
         )
 
     def note_unstepped(self, world: World) -> None:
-        """A step is committed in which the optimizer has not stepped."""
+        """Note that a step is committed in which the optimizer has not stepped."""
         state = self._worker.state
         has_others = any(isinstance(one, torch.optim.Optimizer) for one in state.extras.values())
         if self._has_looked_at_gradients or world.rank != 0 or has_others or not _do_add_up(state.model):
@@ -103,7 +103,7 @@ class LoopHints:
         )
 
     def note_unwrapped(self) -> None:
-        """A step of the function's own is committed without DDP, by the only worker."""
+        """Note that the only worker commits a step of the function's own without DDP."""
         if self._has_looked_for_ddp or not self._worker.launch.is_open:
             return
         self._has_looked_for_ddp = True
@@ -114,7 +114,7 @@ class LoopHints:
 
 
 def _do_add_up(model: nn.Module) -> bool:
-    """Whether its gradients hold something. Those that made a GradScaler skip a step are not finite, or gone."""
+    """Whether the gradients hold finite values. After a step that a GradScaler has skipped they do not, or are gone."""
     found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in found]
     return any(bool(one.any()) for one in values) and all(bool(one.isfinite().all()) for one in values)

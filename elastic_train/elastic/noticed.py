@@ -1,4 +1,4 @@
-"""What a notice does to a worker: it is told of, and the whole node leaves as if it had been sent SIGTERM, in time."""
+"""What a notice does to a worker: it is reported, and the node leaves in time, as if it had been sent SIGTERM."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from elastic_train.wording import duration, human_bytes
 from elastic_train.world import Member, World
 
 REMOVE_SECONDS = 1.0
-"""that the end of a worker waits for the removal of a file"""
+"""for which the end of a worker waits for the removal of a file"""
 
 
 class Noticed:
-    """Listens for the notices of one worker, from any thread: a node's first worker that lives to the source of
-    --notices, the others to that one. Make it on the main thread.
+    """Listens for the notices of one worker, on any thread. A node's first live worker listens to the source of
+    --notices, its other workers listen to that worker. Make it on the main thread.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -38,11 +38,11 @@ class Noticed:
         self._save_seconds: Callable[[], float] = lambda: 0.0
         flag = notices_flag(worker.config.notices)
         self._source_name = flag.kind
-        """of `auto`: once it is found"""
+        """with `auto`: the name of the source, once it is found"""
         self._has_told_misfit = False
         if flag.kind == "off":
             return
-        # By all workers of the node: SLURM's source takes a signal.
+        # On all workers of the node: SLURM's source takes a signal.
         self._find_source = source_of(flag, worker.reporter.log, worker.stop.tell_also)
         if self._is_first() and self._relay is not None:
             self._relay.begin()
@@ -52,9 +52,9 @@ class Noticed:
     def follow(
         self, world: Callable[[], World | None], is_dead: Callable[[Member], bool], save_seconds: Callable[[], float]
     ) -> None:
-        """This worker is a member of its job. Whether it is the one that asks, and tells, for its node is told by the
-        world that it has agreed on last: only torchrun ends a node with its first worker. Until there is one, and from
-        `let_go` on, what was so before holds.
+        """Note that this worker is a member of its job. The newest world tells whether it listens and reports for its
+        node, as only torchrun ends a node with its first worker. Before there is a world, and after `let_go`, the
+        previous answer holds.
 
         Args:
             save_seconds: as `NoticeWatcher`'s.
@@ -74,7 +74,7 @@ class Noticed:
         self._is_first = is_first
 
     def let_go(self) -> None:
-        """It is that member no more: what belonged to it is not referred to."""
+        """Drop all references to the membership that has ended."""
         is_first, save_seconds = self._is_first(), self._save_seconds()
         self._is_first, self._save_seconds = lambda: is_first, lambda: save_seconds
 
@@ -90,10 +90,10 @@ class Noticed:
         return source
 
     def judge(self, written: SnapshotResult, num_nodes: int) -> None:
-        """Tell once where a snapshot that was just written takes longer than a notice leaves for it.
+        """Warn once if a snapshot just written took longer than a notice leaves for it.
 
         Args:
-            num_nodes: that train; where all leave at once each sends its share to a bucket.
+            num_nodes: nodes that train; if all leave at once, each sends its share to a bucket.
         """
         given = given_seconds(self._source_name, os.environ)
         is_shared = self._worker.bucket is not None and written.bytes >= LEAST_BYTES
@@ -112,7 +112,7 @@ class Noticed:
         )
 
     def hear(self, notice: PreemptionNotice) -> None:
-        """One worker tells for its node."""
+        """Report a notice; one worker does so for its node."""
         if not self._is_first():
             return
         self._worker.reporter.events.is_noticed = True
@@ -123,14 +123,14 @@ class Noticed:
         self._worker.reporter.log(f"notice: {notice.host} {what} ({notice.described})")
 
     def leave(self, notice: PreemptionNotice) -> None:
-        if self._worker.stop.is_settled:  # the node leaves, and its others know
+        if self._worker.stop.is_settled:  # the node leaves already, and its other workers know
             return
         self._worker.stop.give_notice(notice, notice.seconds_left(time.time()))
-        self._pass_on(notice)  # afterwards: the file system of the run may hang
+        self._pass_on(notice)  # last: the run's file system may hang
 
     def withdraw(self, notice: PreemptionNotice) -> None:
         is_in_time = self._worker.stop.withdraw_notice()
-        if is_in_time:  # else the others leave as well
+        if is_in_time:  # else the other workers leave as well
             self._pass_on(None)
         if self._is_first():
             self._worker.reporter.events.is_noticed = False
@@ -147,19 +147,19 @@ class Noticed:
             return
         try:
             self._relay.write(notice)
-        except OSError as error:  # torchrun ends the others once this worker has left
+        except OSError as error:  # torchrun ends the other workers once this one has left
             self.warn(f"the other workers of this node are not told of the notice: {error}")
 
     def close(self) -> None:
-        """The worker ends. From any thread; blocks for REMOVE_SECONDS at most."""
+        """End with the worker, on any thread. Blocks for REMOVE_SECONDS at most."""
         if self._watcher is not None:
             self._watcher.close()
         end_agent(self._worker)
-        # Nobody needs the file any more: the others read it once a second, and a worker leaves by a notice 3 s after it
-        # has passed that on, or when all have heard of it. One that goes on without this worker asks the source itself.
+        # The file is no longer needed. The other workers read it once a second, and a worker leaves 3 s after it has
+        # passed a notice on, or when all have read it. A worker that goes on without this one asks the source itself.
         if self._relay is not None and self._relay.may_be_there and self._is_first():
             removal = threading.Thread(target=self._remove, args=(self._relay,), name="relay", daemon=True)
-            removal.start()  # the file system may hang, which must not keep a late stop from its end
+            removal.start()  # on a thread: the file system may hang, and a late stop must still end
             removal.join(REMOVE_SECONDS)
 
     @staticmethod
@@ -169,20 +169,20 @@ class Noticed:
 
 
 def end_agent(worker: Worker) -> None:
-    """A worker ends. Where it does by a notice, its agent is told to end as well, or --max-restarts would have it start
-    new workers on a node that goes away. Raises nothing: where it cannot be told, that is logged."""
+    """Tell the agent to end as well, where a worker ends by a notice. Else --max-restarts would make it start new
+    workers on a node that goes away. Raises nothing; if the agent cannot be told, that is logged."""
     launch, stop = worker.launch, worker.stop
     if stop.notice is None or not stop.is_settled or launch.local_rank > 0:
         return
     parent = os.getppid()
     agent_pid, _ = agent_above(parent) or (parent, [])
-    if agent_pid != launch.agent_pid:  # that one has ended
+    if agent_pid != launch.agent_pid:  # the agent has ended
         return
     try:
         os.kill(agent_pid, signal.SIGTERM)
-    except ProcessLookupError:  # in between
+    except ProcessLookupError:  # it ended in between
         return
-    except PermissionError:  # of another user, as behind sudo; a log line, for the events may be closed
+    except PermissionError:  # of another user, as behind sudo; a log line, as the events may be closed
         worker.reporter.log(
             f"warning: the agent, pid {agent_pid}, may not be told to end by this worker: with --max-restarts it "
             "starts new ones on this node"
@@ -190,8 +190,8 @@ def end_agent(worker: Worker) -> None:
 
 
 def relay_path(worker: Worker) -> Path:
-    """In the run directory, by the node and the start. A worker's parent may be a wrapper of its own: it counts only
-    where nothing else tells, as under --spawn."""
+    """Return the path in the run directory, by node and start. The parent process may be a wrapper around the worker,
+    so it counts only where nothing else names the start, as under --spawn."""
     launch = worker.launch
     starter = launch.step or launch.agent_pid or os.getppid()
     node = launch.node_id or f"{starter}-{launch.run_id}-{launch.restart_count}"

@@ -1,4 +1,4 @@
-"""A training loop of one's own, made elastic: `run` enters a training function anew for every world.
+"""A user's own training loop, made elastic: `run` calls a training function anew for every world.
 
     def train(training: elastic_train.Training) -> None:
         ddp = training.parallel()
@@ -9,7 +9,7 @@
 
     elastic_train.run(train, model, optimizer, dataset)
 
-Everything around the loop is what `-m elastic_train` has: membership, re-forming, snapshots, events, exits.
+Everything around the loop is as in `-m elastic_train`: membership, re-forming, snapshots, events, exits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NOT_FOR_OWN_LOOPS = names_of(*BUNDLED)
 
 
 class OwnTask(Task):
-    """What the parts around the loop need to know of a training that is not theirs."""
+    """What the code around the loop needs to know of a user's own training."""
 
     unused_flags = frozenset(NOT_FOR_OWN_LOOPS)
 
@@ -77,11 +77,11 @@ def parse_flags() -> Config: ...
 @overload
 def parse_flags(own_flags: type[F]) -> tuple[Config, F]: ...
 def parse_flags(own_flags: type[F] | None = None) -> Config | tuple[Config, F]:
-    """The flags of `-m elastic_train` that concern a run of one's own, from this script's command line; with
-    `own_flags`, a dataclass whose fields become flags too, the pair of both.
+    """Return the flags of `-m elastic_train` that concern a user's own run, from this script's command line. With
+    `own_flags`, a dataclass whose fields become flags too, return the pair of both.
 
     Raises:
-        SystemExit: a bad flag, which was told in one line (2), or `--help`, which lists all (0).
+        SystemExit: a bad flag, after one line about it (2), or `--help`, which lists all (0).
     """
     try:
         if own_flags is not None and not (isinstance(own_flags, type) and is_dataclass(own_flags)):
@@ -106,28 +106,28 @@ def run(
     collate: Callable[[list[Any]], Any] = default_collate,
     extras: Mapping[str, Stateful] | None = None,
 ) -> TrainState:
-    """Run a training function to the end of training, through as many worlds as it takes. From the main thread,
-    in a process once for each run directory; every worker does, with equal arguments. Blocks until training is over.
+    """Run a training function to the end of training, through as many worlds as it takes. Every worker calls this, with
+    equal arguments, from the main thread, once per process and run directory. Blocks until training is over.
 
     Args:
         train: called with a `Training` in every world; returns at the end of training, or earlier to end it there.
-        model: not wrapped in DDP, where it shall be trained; every worker starts with rank 0's weights, or a snapshot.
+        model: not wrapped in DDP, on its device; every worker starts with rank 0's weights, or a snapshot.
         optimizer: of the model's parameters.
         dataset: map-style, the same on every worker. Its `__getitem__` may draw from torch, random and numpy, which
-            are seeded by (seed, epoch, index). One that puts Python's or numpy's generator back as it was, or only
-            reads its state, has to seed it itself.
-        config: what `-m elastic_train` takes as flags, see `parse_flags`; `Config(epochs=3, ledger=True)`.
-        collate: a list of items to a batch.
-        extras: what else belongs to the state (schedulers, a GradScaler, averaged weights), by name.
+            are seeded by (seed, epoch, index). If it restores the state of Python's or numpy's generator, or only reads
+            that state, it has to seed the generator itself.
+        config: the flags of `-m elastic_train`, see `parse_flags`; for example `Config(epochs=3, ledger=True)`.
+        collate: makes a batch of a list of items.
+        extras: all else that belongs to the state (schedulers, a GradScaler, averaged weights), by name.
 
     Returns:
-        The state at the end, equal on every rank; also where it could not be saved, which is told.
+        The state at the end, equal on every rank. It is returned with a warning if it could not be saved.
 
     Raises:
-        SystemExit: training is not finished: stopped by a signal with the state saved (143, 130, 129), or an error that
-            training cannot get past (1, 2), which was told in one line. Or it is, by the others (0): this worker was a
-            spare, came too late or was left out, and does not have what they have trained.
-        What the training function raises, in the worker in which it did; others go on without that one, or stop with
+        SystemExit: training is not finished: a signal has stopped it and the state is saved (143, 130, 129), or it
+            cannot go on after an error, reported in one line (1, 2). Or other workers have finished it (0): this worker
+            was a spare, came too late or was left out, and lacks their state.
+        Errors of the training function, in the worker where they arose; other workers go on without it, or stop with
             SystemExit(1). Let it end the process: torchrun takes a worker that exits 0 for finished.
     """
     require_system_for_training(os.environ)
@@ -145,7 +145,7 @@ def run(
         stop.uninstall()
         raise
     if code not in (0, UNSAVED) or not worker.state.is_finished:
-        sys.exit(code)  # with the handlers that there are: another signal would change the code of a process that ends
+        sys.exit(code)  # keeps the signal handlers: another signal must not change the exit code
     stop.uninstall()
     _trained.add(worker.directory.path.resolve())
     return worker.state
@@ -161,7 +161,7 @@ def _build_worker(
     extras: Mapping[str, Stateful] | None,
     stop: StopSignal,
 ) -> Worker:
-    """As `build`, of what `run` is given. Raises: ElasticTrainError."""
+    """Build the worker from the arguments of `run`, as `build`. Raises: ElasticTrainError."""
     _check_kinds(train, model, optimizer, config, collate)
     _check_config(config)
     config.check()
@@ -186,11 +186,11 @@ def _build_worker(
 
 
 _trained: set[Path] = set()
-"""run directories in which training has come to its end in this process"""
+"""run directories in which this process has trained to the end"""
 
 
 def _require_untrained(run_dir: Path, config: Config) -> None:
-    """Raises: UsageError: this process has trained to the end in `run_dir`, and would only be given that again."""
+    """Raise UsageError where this process has trained to the end in `run_dir`, and would only get that state again."""
     if run_dir.resolve() in _trained and not config.fresh:
         raise UsageError(
             f"run() has trained to its end in {run_dir} in this process, and would give those weights back: give each "
@@ -203,7 +203,7 @@ def _name_of(train: TrainingFunction) -> str:
 
 
 def _with_average(extras: Mapping[str, Stateful], model: nn.Module, decay: float | None) -> dict[str, Stateful]:
-    """Raises: UsageError where the name of the averaged weights is taken."""
+    """Return `extras` with the averaged weights. Raises: UsageError where their name is taken."""
     if decay is None:
         return dict(extras)
     if "ema" in extras:
@@ -212,7 +212,7 @@ def _with_average(extras: Mapping[str, Stateful], model: nn.Module, decay: float
 
 
 def _check_arguments(arguments: list[str], own_flags: type | None) -> None:
-    """Raises: UsageError for a flag of the bundled loop, which people try."""
+    """Raise UsageError for a flag of the bundled loop, which users often try."""
     own = set() if own_flags is None else {entry.name for entry in fields(own_flags)}
     given = {argument.partition("=")[0] for argument in arguments}
     for name in sorted(NOT_FOR_OWN_LOOPS):
@@ -221,7 +221,7 @@ def _check_arguments(arguments: list[str], own_flags: type | None) -> None:
 
 
 def _check_kinds(train: Any, model: Any, optimizer: Any, config: Any, collate: Any) -> None:
-    """Raises: UsageError for what is not of its kind, perhaps for it is in another's place."""
+    """Raise UsageError for an argument of a wrong kind, which may be in the place of another one."""
     for name, value, is_right, wanted in (
         ("train", train, callable(train), "give a function that takes a Training"),
         ("model", model, isinstance(model, nn.Module), "give an nn.Module"),
@@ -238,7 +238,7 @@ def _check_kinds(train: Any, model: Any, optimizer: Any, config: Any, collate: A
             )
     try:
         signature = inspect.signature(train)
-    except ValueError:  # of some that are not written in Python
+    except ValueError:  # raised for some callables that are not written in Python
         return
     try:
         signature.bind(None)
@@ -255,7 +255,7 @@ def _check_config(config: Config) -> None:
 
 
 def _check_parts(model: nn.Module, extras: Mapping[str, Any]) -> None:
-    """Raises: UsageError for what would fail, or be saved under other names, only later."""
+    """Raise UsageError for parts that would only fail later, or be saved under other names."""
     if dist.is_initialized():
         raise UsageError(
             "there is a process group already: leave init_process_group() out, for run() makes one for each world, and "

@@ -1,6 +1,6 @@
-"""The DDP of an own loop: gradients averaged by samples, buffers of rank 0, and no trace of a stand-in."""
+"""The DDP of a user's own loop: gradients averaged by samples, buffers of rank 0, and no effect of a stand-in."""
 
-# Without postponed annotations: DDP compares those of a communication hook with its own types.
+# Without postponed annotations: DDP compares the annotations of a communication hook with its own types.
 
 import threading
 import weakref
@@ -36,20 +36,20 @@ from elastic_train.world import World
 
 @dataclass(frozen=True)
 class Wrapped:
-    """A DDP module, which only the training function keeps."""
+    """A DDP module, to which only the training function holds a strong reference."""
 
     ddp: weakref.ref[DistributedDataParallel]
     frozen: list[nn.Parameter]
-    """of its own, when it was made: it sums no gradient of theirs"""
+    """its parameters that were frozen when it was made: it does not sum their gradients"""
 
 
 class OwnParallel:
-    """Makes the DDP modules of one world, whose hooks tell the watcher when this rank waits for others.
+    """Makes the DDP modules of one world. Their hooks tell the watcher when this rank waits for others.
 
     Args:
-        note_unwrapped: called where a step of the only worker is committed, and none was made.
+        note_unwrapped: called where the only worker commits a step and has made no module.
         require_unbroken: raises FormationFailed where the process group was broken off; waits for the device.
-        watch: called with each module that is made, to look at its passes.
+        watch: called with each module that is made, to check its passes.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class OwnParallel:
         self._note_unwrapped, self._require_unbroken, self._watch = note_unwrapped, require_unbroken, watch
         self._lock = threading.Lock()
         self._num_ended, self._finds_unused = 0, False
-        """backward passes; whether DDP looks in one of its modules for parameters that are not used"""
+        """backward passes that have ended; whether DDP searches any of the modules for unused parameters"""
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         self.made: list[Wrapped] = []
 
@@ -79,33 +79,33 @@ class OwnParallel:
         """As `Training.parallel`."""
         if self._world_size > 1:
             require_one_device(module)
-        self._watcher.do(Activity.REDUCE, FIRST_SECONDS)  # it may take rank 0's weights
+        self._watcher.do(Activity.REDUCE, FIRST_SECONDS)  # DDP may receive rank 0's weights
         with self._kept_if_broken(module):
             ddp = DistributedDataParallel(module, **options)
         self._finds_unused |= ddp.find_unused_parameters and not ddp.static_graph
         self._steps.turn_to_function()
         if self._world_size > 1:
             ddp.register_comm_hook(self, OwnParallel._average_by_samples)
-        ddp.register_comm_hook = _refuse_hook  # type: ignore[method-assign]  # else it fails once a second worker joins
+        ddp.register_comm_hook = _refuse_hook  # type: ignore[method-assign]  # else it fails when a worker joins
         shares_buffers: bool = getattr(ddp, SHARES_BUFFERS)
-        if self._world_size == 1 or self._device.type == "cpu":  # one has rank 0's; else it is the hook that does it
+        if self._world_size == 1 or self._device.type == "cpu":  # a lone worker has them; else the hook shares them
             setattr(ddp, SHARES_BUFFERS, False)
         shares_buffers = shares_buffers and self._world_size > 1 and self._device.type == "cpu"
         ddp.register_forward_pre_hook(partial(self._enter_forward, shares_buffers=shares_buffers))
         self._watch(ddp)
-        # A GPU has the buffers later, and waits within a SyncBatchNorm.
+        # On a GPU this hook would come too early: buffers arrive later, and a SyncBatchNorm waits within its pass.
         if self._device.type == "cpu" and module not in self._hooks:
             self._hooks[module] = module.register_forward_pre_hook(_ForwardBegins(self))
-        self.made[:] = [one for one in self.made if one.ddp() is not None]  # a function may make one in each epoch
+        self.made[:] = [one for one in self.made if one.ddp() is not None]  # a function may make one per epoch
         frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self.made.append(Wrapped(weakref.ref(ddp), frozen))
         return ddp
 
     @contextmanager
     def _kept_if_broken(self, module: nn.Module) -> Iterator[None]:
-        """DDP puts rank 0's weights and buffers into `module` inside the block. Where NCCL's group is broken off these
-        are garbage: what was there is put back. Raises: FormationFailed, then."""
-        if self._world_size == 1 or self._device.type == "cpu":  # gloo raises before it changes any
+        """Keep `module` intact while DDP copies rank 0's weights and buffers into it. If NCCL's group is aborted, these
+        are garbage, and the old values are restored. Raises: FormationFailed in that case."""
+        if self._world_size == 1 or self._device.type == "cpu":  # gloo raises before it changes any value
             yield
             return
         tensors = [one.detach() for one in (*module.parameters(), *module.buffers())]
@@ -113,14 +113,14 @@ class OwnParallel:
         try:
             yield
             self._require_unbroken()
-        except Exception:  # of any kind: it is raised again, the module being what it was
+        except Exception:  # of any kind: it is raised again, with the module restored
             with torch.no_grad():
                 for tensor, value in zip(tensors, before, strict=True):
                     tensor.copy_(value)
             raise
 
     def require_made(self) -> None:
-        """Raises: UsageError: several workers train, and each would go its own way."""
+        """Raise UsageError where several workers train without DDP: each would train a model of its own."""
         if self.made:
             return
         if self._world_size > 1:
@@ -131,48 +131,48 @@ class OwnParallel:
         self._note_unwrapped()
 
     def require_none(self) -> None:
-        """Raises: UsageError where a module is there in a step that is computed as a whole: its hook would weigh
-        gradients that are weighed already, and in ordered mode wait for a rank with fewer micro-batches."""
+        """Raise UsageError where a DDP module exists in a step that `Training.step` computes. Its hook would weight the
+        gradients a second time, and in ordered mode it would wait for a rank with fewer micro-batches."""
         if any(one.ddp() is not None for one in self.made):
             raise UsageError(f"there is a module of training.parallel(), and {MODEL_ALONE}")
 
     def close(self) -> None:
-        """The user's own module is as it was; the DDP modules are the function's to let go."""
+        """Remove the hooks of the user's own module; the DDP modules belong to the training function."""
         while self._hooks:
             self._hooks.popitem()[1].remove()
 
     def _enter_forward(self, ddp: DistributedDataParallel, _arguments: Any, *, shares_buffers: bool) -> None:
-        """The buffers are shared before the module's own forward pass; a SyncBatchNorm waits within it.
+        """Share the buffers before the module's own forward pass; a SyncBatchNorm waits within that.
 
         Args:
-            shares_buffers: here, where DDP would.
+            shares_buffers: whether to share them here, in DDP's place.
         """
         step = self._steps.in_hand
         if step is not None:
             step.has_begun = True
-            # On a GPU until the optimizer steps: in which call the host waits for it, nobody knows; but there is code
-            # of the user's in between, which may pause, or compile for another shape.
+            # On a GPU this lasts until the optimizer steps: it is unknown which call makes the host wait for the GPU.
+            # And the user's code in between may pause, or compile for another shape.
             waits = Activity.REDUCE if self._device.type == "cpu" else Activity.STEP
             self._watcher.do(waits if self._world_size > 1 else Activity.COMPUTE)
-            step.end_passes(ddp.module)  # a second one: what all get now is as it was
+            step.end_passes(ddp.module)  # before a second pass: the buffers that all get now are the old ones
         if shares_buffers and ddp.require_forward_param_sync:
             share_buffers(ddp.module)
         if step is not None and step.is_stand_in:
             step.stand_in(ddp.module)
 
     def leave_collective(self) -> None:
-        """The module's own forward pass begins, perhaps of an evaluation before the step's."""
+        """Note that the module's own forward pass begins, perhaps that of an evaluation before the step's."""
         step = self._steps.in_hand
         if step is not None:
             self._watcher.do(Activity.COMPUTE, None if step.has_begun else self._watcher.pace.between_steps)
 
     def _average_by_samples(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """DDP's communication hook: the sum over ranks of each one's mean times its share of the step's samples."""
+        """DDP's communication hook: sum over the ranks each rank's mean times its share of the step's samples."""
         step, gradients = self._steps.required(), bucket.buffer()
         weight, then = step.weight, _nothing
         if bucket.is_last():
             then = self._end_backward(step, is_on_gpu=gradients.is_cuda)
-        # Those of a stand-in may be NaN, which no weight makes zero.
+        # A stand-in's gradients may be NaN, which no weight makes zero.
         gradients = gradients.mul_(weight) if weight > 0 else gradients.zero_()
         work = dist.all_reduce(gradients, async_op=True)
         assert work is not None, "asynchronous"
@@ -182,9 +182,9 @@ class OwnParallel:
         return reduced(work, gradients, then)
 
     def _end_backward(self, step: StepInHand, *, is_on_gpu: bool) -> Callable[[], None]:
-        """The backward pass is over: this rank waits for its peers from now on, until it has the last sum. Returns what
-        is to be called then, on the CPU: what the function does before the optimizer's step may take its time."""
-        # Before any rank can have the sum: rank 0 has written down every step but that in hand, whenever it is lost.
+        """Note that the backward pass is over: this rank waits for its peers until it has the last sum. Returns what to
+        call then, on the CPU: the function's code before the optimizer's step may take time."""
+        # Before any rank can have the sum. So rank 0, whenever it is lost, has logged every step but that in hand.
         self._sums.settle()
         step.has_reduced = True
         with self._lock:
@@ -194,16 +194,16 @@ class OwnParallel:
 
         def leave() -> None:
             with self._lock:
-                if number == self._num_ended:  # else a pass through several modules waits for the others' sums
-                    # DDP still waits for which parameters are used.
+                if number == self._num_ended:  # else a pass through several modules still waits for other sums
+                    # DDP still waits to learn which parameters are used.
                     self._watcher.do(Activity.STEP if self._finds_unused else Activity.COMPUTE)
 
         return leave
 
 
 def require_summed(made: Iterable[Wrapped], step: int) -> None:
-    """Raises: UsageError where a backward pass has left gradients of one of the modules this rank's own.
-    FormationFailed where that is because a peer was lost."""
+    """Raise UsageError where a backward pass has left gradients unsummed, FormationFailed where a lost peer is the
+    cause."""
     require_sound()
     found = [(ddp, one.frozen) for one in made if (ddp := one.ddp()) is not None]
     for ddp, frozen in found:
@@ -219,7 +219,7 @@ def require_summed(made: Iterable[Wrapped], step: int) -> None:
             raise
     thawed = {id(one) for _, frozen in found for one in frozen if one.requires_grad and one.grad is not None}
     if thawed:
-        for ddp, frozen in found:  # another one may have been made since
+        for ddp, frozen in found:  # a later module may sum them
             thawed -= {id(one) for one in ddp.parameters()} - {id(one) for one in frozen}
         names = {name: None for ddp, _ in found for name, one in ddp.module.named_parameters() if id(one) in thawed}
         _refuse_changed([*names], f"thawed, and nobody sums their gradients of step {step}")
@@ -245,7 +245,7 @@ def _nothing() -> None:
 
 
 class _ForwardBegins:
-    """A hook of the user's own module, which may be copied or pickled: a copy's does nothing."""
+    """A hook of the user's own module. That may be copied or pickled: a copy's hook does nothing."""
 
     def __init__(self, parallel: OwnParallel | None = None) -> None:
         self._parallel = None if parallel is None else weakref.ref(parallel)

@@ -1,4 +1,4 @@
-"""What forward and backward passes must leave alone: which parameters are trained, and the values of all."""
+"""Checks that forward and backward passes leave alone which parameters are trained, and the values of all."""
 
 from __future__ import annotations
 
@@ -19,36 +19,35 @@ from elastic_train.wording import named
 from elastic_train.world import World
 
 FROZEN_STEPS = 3
-"""of a worker, in which frozen parameters are looked at: in the first one a copy that follows a weight equals it, in
-the second perhaps too, where the learning rate begins at 0"""
+"""a worker's steps in which frozen parameters are checked. In the first one a copy that follows a weight equals it; in
+the second one it may, too, where the learning rate begins at 0"""
 
 
 class PassChecks:
-    """Looks at what passes must leave alone, for one worker: in whole steps all of it, and through the modules of a
-    loop of one's own, of which optimizers know the rest, the trained weights.
+    """Checks what passes must leave alone, for one worker. In whole steps that is all of the following; in a user's own
+    loop, where optimizers know the rest, it is the trained weights, in passes through the DDP modules.
 
-    Which parameters are trained: a reduction sums the gradients of those that were when the step began. What a loss
-    thaws would be trained by this rank's own gradient, what it freezes be waited for.
+    Which parameters are trained: a reduction sums the gradients of those that were trained when the step began. If a
+    loss thaws one, this rank's own gradient trains it; if it freezes one, the reduction waits for its gradient.
 
-    Trained weights: until a step's gradient is applied they are those of the last commit, on every rank. So they are
-    handed to newcomers meanwhile, and nothing keeps them for a step that is done again. Each in-place write shows in
-    the parameter's version counter, in every step, at the cost of microseconds. Whether it has changed a bit does not:
-    that would take a copy, and a wait for the device. So a write that changes nothing when it comes again, as a clamp
-    or a maximal norm, is taken for any other. Nor is it harmless: a rank without samples at an epoch's end makes no
-    pass in ordered mode, and in a step that is broken off some have made theirs. Spectral norm and other
-    parametrizations write buffers alone; what an optimizer's hook writes is no part of the passes. A write through
-    `.data` is not seen.
+    Trained weights: until a step's gradient is applied they are those of the last commit, on every rank. So they may be
+    sent to newcomers meanwhile, and no copy is kept for a redone step. Each in-place write increments the parameter's
+    version counter; reading it costs microseconds a step. It does not show whether a bit has changed: that would take a
+    copy, and a wait for the device. So a write that changes nothing when repeated, as a clamp or a maximal norm, counts
+    like any other. Nor is it harmless: in ordered mode a rank without samples at an epoch's end makes no pass, and in a
+    step that is broken off only some ranks have made theirs. Spectral norm and other parametrizations write only
+    buffers; what an optimizer's hook writes is no part of the passes. A write through `.data` is not seen.
 
-    Frozen parameters: they would move with each pass, so that they depend on how many of them a rank has, and on
-    whether the step is done again. What a loss does to them does not change with the world: they are looked at in a
-    worker's first steps alone, for a recovery waits for it.
+    Frozen parameters: if a pass moves them, they depend on the number of passes of a rank, and on whether a step is
+    redone. What a loss does to them is the same in every world. So they are checked only in a worker's first steps:
+    the check would delay a recovery.
     """
 
     def __init__(self, worker: Worker, membership: Membership) -> None:
         self._worker, self._state, self._membership = worker, worker.state, membership
         self._is_ordered = worker.config.reduction == "ordered"
         self._tells = False
-        """whether this rank tells of weights that are written; with fast reduction rank 0 warns for all"""
+        """whether this rank reports weights that are written; with fast reduction rank 0 warns for all"""
         self._weights: TrainedWeights | None = None
         """of the model; made in a world's first whole step"""
         self._has_warned = False
@@ -56,21 +55,21 @@ class PassChecks:
         self._hashes: dict[str, list[int]] = {}
 
     def enter(self, world: World) -> None:
-        """The steps of a world begin."""
+        """Note that the steps of `world` begin."""
         self._tells = self._is_ordered or world.rank == 0
         self._weights = None
 
     def watch(self, ddp: DistributedDataParallel) -> None:
-        """Look at each forward pass through a module of an own loop, where this rank tells of it. In between, the
-        function may write weights by hand, alike on every rank."""
+        """Check each forward pass through a module of a user's own loop, if this rank reports writes. Between passes
+        the function may write weights by hand, alike on every rank."""
         if self._tells:
             weights = TrainedWeights(ddp.module)
             ddp.register_forward_pre_hook(lambda *_: weights.note(has_values=not self._has_warned))
             ddp.register_forward_hook(lambda *_: self._look_at_trained(weights))
 
     def note(self) -> None:
-        """The passes of a step begin. Blocks for the device in a worker's first steps, where something is frozen, on
-        each rank that would tell."""
+        """Note the values before a step's passes. In a worker's first steps this blocks for the device if parameters
+        are frozen, on each rank that reports writes."""
         if self._weights is None:
             self._weights = TrainedWeights(self._state.model)
         self._weights.note(has_values=self._tells and not self._has_warned)
@@ -78,14 +77,14 @@ class PassChecks:
         self._hashes = hashes_by_name(frozen) if frozen else {}
 
     def look(self) -> None:
-        """They are over. Raises: UsageError."""
+        """Check the values after a step's passes. Raises: UsageError."""
         self.require_same_trained()
         assert self._weights is not None, "note() comes before"
         self._look_at_trained(self._weights)
         self._look_at_frozen()
 
     def require_same_trained(self) -> None:
-        """Raises: UsageError where other parameters are trained than when the passes began."""
+        """Raise UsageError where other parameters are trained than before the passes."""
         if self._weights is not None and (changed := self._weights.toggled()):
             raise UsageError(
                 f"the loss freezes or thaws {named(changed)} within a step, which sums the gradients of what was "
@@ -105,7 +104,7 @@ class PassChecks:
         self._steps_left = max(0, self._steps_left - 1)
         if not self._hashes:
             return
-        self._membership.watcher.do(Activity.COMPUTE)  # it waits for nobody
+        self._membership.watcher.do(Activity.COMPUTE)  # the check does not wait for other ranks
         now = hashes_by_name(_frozen(self._state))
         changed = [name for name, before in self._hashes.items() if now.get(name, before) != before]
         if changed:
@@ -117,7 +116,7 @@ class PassChecks:
             )
 
     def _tell(self, what: str, otherwise: str, cure: str) -> None:
-        """Raises: UsageError in ordered mode; else what comes of it is told."""
+        """Raise UsageError in ordered mode; else warn of the consequence."""
         if self._is_ordered:
             what = f"--reduction ordered: a forward pass {what}, once in each micro-batch, so the world decides"
             raise UsageError(f"{what}: {cure}")
@@ -125,46 +124,46 @@ class PassChecks:
 
 
 class TrainedWeights:
-    """Which parameters of a module are trained, and which of these are written, from one moment to another."""
+    """The trained parameters of a module, and which of them were frozen, thawed or written since `note`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._names = [name for name, _ in module.named_parameters()]
         self._parameters = list(module.parameters())
         self._lazy = {name for name, one in zip(self._names, self._parameters, strict=True) if is_lazy(one)}
-        """those that get their shape, and are written, in the first pass"""
+        """parameters that get their shape, and are written, in the first pass"""
         self._are_trained: list[bool] = []
         self._versions: list[int] | None = None
 
     def note(self, *, has_values: bool) -> None:
-        """What comes shows from here on; writes only where `has_values`."""
+        """Remember the present parameters; their versions only where `has_values`."""
         self._are_trained = [one.requires_grad for one in self._parameters]
         self._versions = self._versions_of_trained() if has_values else None
 
     def toggled(self) -> list[str]:
-        """The names of those that have been frozen or thawed."""
+        """Return the names of parameters that were frozen or thawed."""
         return self._differing(self._are_trained, [one.requires_grad for one in self._parameters])
 
     def written(self) -> list[str]:
-        """The names of those that were trained, and have been written in place."""
+        """Return the names of trained parameters that were written in place."""
         if self._versions is None:
             return []
         found = self._differing(self._versions, self._versions_of_trained())
         return [name for name in found if name not in self._lazy]
 
     def _versions_of_trained(self) -> list[int]:
-        """0 of the others, which may have none."""
+        """Return the versions of trained parameters; 0 for the others, which may have none."""
         pairs = zip(self._parameters, self._are_trained, strict=True)
         return [one._version if is_trained else 0 for one, is_trained in pairs]
 
     def _differing(self, before: Sequence[int], now: Sequence[int]) -> list[str]:
-        """The names of the parameters of which that differs."""
-        if before == now:  # in each step
+        """Return the names of the parameters whose values differ."""
+        if before == now:  # the usual case, in each step
             return []
         return [name for name, one, other in zip(self._names, before, now, strict=True) if one != other]
 
 
 def _frozen(state: TrainState) -> dict[str, torch.Tensor]:
-    """By name, parameters of the model and of modules among the extras."""
+    """Return the frozen parameters of the model and of modules among the extras, by name."""
     return {
         f"{place}.{name}" if place else name: parameter.detach()
         for place, module in state.kept.modules.items()

@@ -1,4 +1,4 @@
-"""What a run leaves behind at its end: result.json, the same bytes on every node."""
+"""What a run leaves at its end: result.json, the same bytes on every node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elastic_train.world import World
 
 
 def config_of(worker: Worker) -> dict[str, Any]:
-    """The flags that count for what this worker trains, by name; where snapshots are, whoever reads it. No secrets."""
+    """Return the flags that matter for what this worker trains, by name, without secrets; `snapshot_dir` as used."""
     told = {name: value for name, value in as_json(worker.config).items() if name not in worker.task.unused_flags}
     told["notices"] = shown_notices(worker.config.notices)
     if told.get("snapshot_dir") is not None and worker.bucket is None:
@@ -57,7 +57,7 @@ def save_result(worker: Worker, data: bytes) -> None:
 
 
 def existing_result(path: Path, step: int) -> bytes | None:
-    """result.json as it is, if it is of this very end of the run."""
+    """Return the bytes of result.json, if it is of this end of the run."""
     try:
         data = path.read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a worker writes into its run directory as it goes from world to world: whose it is, and where members are."""
+"""What a worker writes into its run directory on the way from world to world: its owner, and the members' stores."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from elastic_train.world import World
 DISCARDED = "discarded"
 """folder beside the snapshots"""
 CLAIM_SECONDS_OF_MEMBERS = 5.0
-"""in place of CLAIM_TIMEOUT: who has the state trains on with a warning, and all wait that long"""
+"""instead of CLAIM_TIMEOUT: a member with a state trains on with a warning, and all wait that long"""
 
 
 class RunFiles:
@@ -45,21 +45,21 @@ class RunFiles:
         self._worker = worker
         self.job_token = job_token
         self._told: set[str] = set()
-        """warnings, of an earlier run's snapshots too"""
+        """the warnings so far, also those about an earlier run's snapshots"""
         self._claiming: SideThread | None = None
-        """what makes the run directory that of the present generation"""
+        """the thread that claims the run directory for the present generation"""
         self._warning: str | None = None
-        """what is to be said of the newest claim, each in a line"""
+        """the warnings of the newest claim, one a line"""
         self._remaking = threading.Lock()
-        """whether the run directory is there is looked at by two threads: that which trains, and that which saves"""
+        """held while one of two threads, the training or the saving one, looks if the run directory is there"""
         self._noted: RunRecord | None = None
         self._bucket = worker.bucket
         if self._bucket is not None:
             self._bucket.owner.warn = worker.reporter.warn
 
     def take_bucket(self, world: World, check: Callable[[], None]) -> str | None:
-        """Make the snapshots below --snapshot-dir URL this job's, whose workers have no state yet; rank 0 does. Blocks
-        as `BucketOwner.take`. Returns why it may not, None where it may. Raises: Stopped: told to stop meanwhile."""
+        """Take the snapshots below --snapshot-dir URL for this job, as rank 0, while its workers have no state. Blocks
+        as `BucketOwner.take`. Returns why it cannot, or None. Raises: Stopped: told to stop meanwhile."""
         if self._bucket is None or world.rank != 0:
             return None
 
@@ -75,7 +75,7 @@ class RunFiles:
         return None
 
     def enter_bucket(self, world: World) -> None:
-        """The worker that writes says from now on that the job lives. This worker has the run's state."""
+        """Let the worker that writes report from now on that the job lives. This worker has the run's state."""
         if self._bucket is not None:
             state = self._worker.state
             self._bucket.owner.enter(
@@ -83,42 +83,42 @@ class RunFiles:
             )
 
     def hold_bucket(self, world: World, *, has_state: bool) -> None:
-        """Say that the job lives while there is no world: who said so may be lost. Returns at once."""
+        """Report that the job lives while there is no world: the worker that did may be lost. Returns at once."""
         if self._bucket is not None and has_state and world.rank == 0:
             self._bucket.owner.hold()
 
     def raise_if_replaced(self) -> None:
-        """Costs nothing. Raises: OwnershipLost: another job, or a newer generation, has taken the bucket."""
+        """Raise OwnershipLost where another job, or a newer generation, has taken the bucket. Costs nothing."""
         if self._bucket is not None:
             self._bucket.owner.raise_if_lost()
 
     def leave_bucket(self, world: World) -> None:
-        """All have ended, and what they have is saved: the next job need not wait."""
+        """Release the bucket after all have ended and saved: the next job need not wait."""
         if self._bucket is not None and world.rank == 0:
             self._bucket.owner.leave()
 
     def leave_bucket_alone(self, world: World) -> None:
-        """The same where nobody knows who else ends: the last one to say so is right. Others that go on take it again
-        with their next world, which they form as this worker leaves."""
+        """Release the bucket where other nodes may go on or end: the last one that ends is right. Members that go on
+        take it again with their next world, which they form as this worker leaves."""
         if self._bucket is not None and world.is_first_of_node:
             self._bucket.owner.leave()
 
     def leave_bucket_between_worlds(self, world: World) -> None:
-        """The same where the next world of others may take its time: only where there are none."""
+        """Release the bucket between two worlds only if there are no other nodes: their next world may take long."""
         if world.num_nodes == 1:
             self.leave_bucket_alone(world)
 
     def take_token(self, token: str) -> None:
-        """The world's: it may not be that of the host at which this worker stood in the queue first."""
+        """Take the world's token: that of the first host of this worker's join queue may be another one."""
         if token != self.job_token:
             self._worker.directory.ownership.release()  # --fresh has claimed it
             self.job_token = token
 
     def check_owner(self, generation: int) -> None:
-        """Warns where that cannot be told, or nothing be written. Waits for a claim that is under way.
+        """Check the owner before a write; warns where that fails. Waits for a claim that is under way.
 
-        Raises: OwnershipLost: another job, or a newer generation, owns the run directory; or the bucket, as far as is
-        known.
+        Raises: OwnershipLost: another job, or a newer generation, owns the run directory, or the bucket as far as this
+        worker knows.
         """
         why = self._why_no_owner(generation)
         if why is not None:
@@ -132,7 +132,7 @@ class RunFiles:
         return why
 
     def _why_not(self, check: Callable[[str, int], None], generation: int) -> str | None:
-        """What keeps from telling who the owner is. Raises: OwnershipLost."""
+        """Return why the owner cannot be read; None if it can. Raises: OwnershipLost."""
         try:
             self._in_directory(generation, lambda: check(self.job_token, generation))
         except OwnershipLost:
@@ -142,9 +142,9 @@ class RunFiles:
         return None
 
     def check_before_visible(self, generation: int) -> None:
-        """Called when a snapshot is about to become visible. Where it goes decides: a run directory that fails costs no
-        more than a warning. Raises: as `check_owner`. SnapshotError: the folder cannot be written. ObjectStoreError:
-        the bucket does not answer."""
+        """Check the owner of the snapshot's place before the snapshot becomes visible. An unusable run directory only
+        causes a warning. Raises: as `check_owner`. SnapshotError: the folder cannot be written. ObjectStoreError: the
+        bucket does not answer."""
         why = self._why_no_owner(generation)
         if self._bucket is not None:
             self._bucket.owner.check()
@@ -155,28 +155,28 @@ class RunFiles:
             self.warn_once(why)
 
     def release(self) -> None:
-        """This worker is no member of the job any more."""
+        """Release run directory and bucket: this worker is no member of the job any more."""
         self.wait_for_claim()
         self._worker.directory.ownership.release()
         if self._bucket is not None:
             self._bucket.owner.release()
 
     def claim(self, world: World, *, has_state: bool) -> None:
-        """Begin to make the run directory this generation's, on a thread: disks take their time to flush a record.
-        Blocks only for the claim of the world before.
+        """Begin to claim the run directory for this generation, on a thread, as disks may flush a record slowly. Blocks
+        only for the claim of the previous world.
 
-        Raises: as `finish_claim`, of that one.
+        Raises: as `finish_claim`, for that claim.
         """
         self.finish_claim()
         self.hold_bucket(world, has_state=has_state)
         self._claiming = SideThread(partial(self._claim, world, has_state=has_state), "claim", is_daemon=False)
 
     def finish_claim(self) -> None:
-        """Block until the directory is this generation's, before anything is written that another job must not see; a
-        full disk does not end a run that is under way.
+        """Block until the run directory is claimed, before a write that another job must not see. A full disk does not
+        end a run that is under way.
 
         Raises:
-            RunDirectoryInUse, OwnershipLost: others own it.
+            RunDirectoryInUse, OwnershipLost: another job, or a newer generation, owns it.
             RunDirectoryError: it cannot be written, and this worker has no state that would be lost.
         """
         claiming = self._claiming
@@ -185,19 +185,19 @@ class RunFiles:
         try:
             claiming.finish(lambda: None)
         finally:
-            self._claiming = None  # not before: the thread that saves waits for it as well
+            self._claiming = None  # only now: the saving thread waits for it as well
         if self._warning is not None:
             self.warn_once(self._warning)
 
     def warn_once(self, warnings: str) -> None:
-        """Of each line, where it was not yet warned of."""
+        """Warn with each line that was not a warning before."""
         for warning in warnings.splitlines():
             if warning not in self._told:
                 self._told.add(warning)
                 self._worker.reporter.warn(warning)
 
     def wait_for_claim(self) -> None:
-        """Block until a claim that is under way has ended. Its error is for the thread that trains."""
+        """Block until a claim that is under way has ended. Its error is left to the training thread."""
         claiming = self._claiming
         if claiming is not None:
             claiming.wait()
@@ -217,11 +217,11 @@ class RunFiles:
                 raise
             self._warning = str(error)
         if is_leader:
-            with suppress(OSError):  # it only spares newcomers a look at the endpoints
+            with suppress(OSError):  # it only saves newcomers a look at the endpoints
                 worker.directory.replace_file(MEMBERS_FILE, describe_members(world, worker.launch.run_id))
 
     def _in_directory(self, generation: int, call: Callable[[], str | None]) -> str | None:
-        """What `call` gives, where the directory is there; else it is made anew. One thread at a time."""
+        """Return the result of `call`; where the directory is gone, make it anew instead. One thread at a time."""
         with self._remaking:
             try:
                 return call()
@@ -230,7 +230,7 @@ class RunFiles:
                 return None
 
     def _make_directory(self, generation: int) -> None:
-        """Once more, for nothing that is computed may be lost with it."""
+        """Make the run directory again, so that its loss costs no computed step."""
         worker, state = self._worker, self._worker.state
         worker.directory.make_anew(self.job_token, generation, worker.host)
         if state.run_uid:
@@ -243,7 +243,7 @@ class RunFiles:
         )
 
     def note_run(self, world: World) -> None:
-        """Write down which run the directory belongs to. This worker has the run's state."""
+        """Write which run the directory belongs to. This worker has the run's state."""
         state, directory = self._worker.state, self._worker.directory
         self.enter_bucket(world)
         record = RunRecord(state.run_uid, state.superseded)
@@ -256,8 +256,8 @@ class RunFiles:
         self._noted = record
 
     def set_branch_aside(self) -> None:
-        """Move the snapshots of a branch that has stopped to where only a person looks: this worker has the state of
-        the side that goes on."""
+        """Move the snapshots of a branch that has stopped out of sight of later starts, now that this worker has the
+        state of the side that goes on."""
         worker, state, folder = self._worker, self._worker.state, self._worker.snapshots_dir
         if worker.config.on_split == "wait" or worker.launch.local_rank != 0 or not isinstance(folder, Path):
             return

@@ -1,4 +1,4 @@
-"""Stand in a world without training in it: for checks and benchmarks."""
+"""Be a member of a world without training in it: for checks and benchmarks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from elastic_train.world import World
 def standing_in(
     membership: Membership, world: World, *, has_group: bool = True, device: torch.device | None = None
 ) -> Iterator[None]:
-    """Inside the block `world` stands and is watched. Every member enters it; blocks until all have.
+    """Keep `world` standing and watched inside the block. Every member enters it; blocks until all have.
 
     Args:
         has_group: whether it has a process group, which is destroyed on the way out.
-        device: this worker's; not needed where the world's backend is gloo.
+        device: of this worker; not needed where the world's backend is gloo.
 
     Raises:
-        FormationFailed: not all came; or RuntimeError of the communication library.
+        FormationFailed: not all members came. RuntimeError: from the communication library.
     """
     watcher = membership.watcher
     watcher.expect(world)
@@ -40,4 +40,4 @@ def standing_in(
         try:
             yield
         finally:
-            watcher.leave()  # nobody who goes now is missed
+            watcher.leave()  # a member that goes now is not taken for lost

@@ -1,4 +1,4 @@
-"""Steps that are computed here from a loss: forward, backward, one reduction with the votes in it, the optimizer."""
+"""Steps computed here from a loss: forward, backward, one reduction that includes the votes, the optimizer."""
 
 from __future__ import annotations
 
@@ -52,39 +52,39 @@ BatchLoss = Callable[[nn.Module, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Beginning:
-    """What is under way when a world begins."""
+    """What is still to be finished when a world begins."""
 
     finish_claim: Callable[[], None] | None = None
-    """before the first step counts: blocks until the run directory is this generation's; raises where it is not"""
+    """blocks until the run directory is this generation's, before the first step counts; raises where it is not"""
     handover: Handover | None = None
-    """is to be finished before the first step's gradient is applied"""
+    """finished before the first step's gradient is applied"""
     comparison: StateComparison | None = None
-    """is to be made within the first step that all ranks begin with a state"""
+    """made within the first step in which all ranks begin with a state"""
     first_ranks: int | None = None
-    """so many ranks, the lowest ones, have samples in the first step: the others get their state in it; None: all"""
+    """number of ranks, the lowest ones, with samples in the first step: the others get their state in it; None: all"""
 
     def wait_for_claim(self, watcher: Watcher) -> None:
         if self.finish_claim is not None:
-            watcher.do(Activity.FORM, FIRST_SECONDS)  # a disk may take its time
+            watcher.do(Activity.FORM, FIRST_SECONDS)  # a disk may be slow
             self.finish_claim()
 
 
 ALONE = Beginning()
-"""of a world in which there is nobody to hand the state to, or to compare it with"""
+"""of a world with no other member to give the state to, or to compare it with"""
 
 
 class WholeSteps:
-    """Computes whole steps in one world. It is the `Reduction` of its steps: it wraps the one of --reduction.
+    """Computes whole steps in one world. It is the `Reduction` of its steps, and wraps the one of --reduction.
 
-    It tells the watcher when that ends, and raises if the group was broken off meanwhile: gloo raises of itself then;
-    NCCL's collectives, once aborted, end with garbage and no error.
+    It tells the watcher when that ends, and raises if the group was aborted meanwhile. gloo raises by itself; an
+    aborted NCCL collective ends with garbage and no error.
 
     Args:
-        begin: is finished within the first ones.
-        states: compares what the ranks have begun with.
-        stand_in: makes a batch of one sample, for a rank that has none in a step; its weight is 0.
-        votes: this rank's, asked for once a step.
-        passes: the worker's, of all its worlds.
+        begin: finished within the first steps.
+        states: compares the states that the ranks have begun with.
+        stand_in: makes a batch of one sample, for a rank without samples in a step; its weight is 0.
+        votes: of this rank, called once a step.
+        passes: of the worker, for all its worlds.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class WholeSteps:
         self._begin, self._states, self.stand_in, self._votes, self._passes = begin, states, stand_in, votes, passes
         self._reduction: Reduction | None = None
         self._others: list[nn.Parameter] = []
-        """that are trained and no part of the model: nobody would sum their gradients"""
+        """parameters that are trained and outside of the model: no reduction sums their gradients"""
         self._loss: tuple[BatchLoss, Loss] | None = None
         self._looks = self._has_looked = False
-        """for parameters without which no other worker could train with this one"""
+        """whether to search for unused parameters, which would keep other workers out; whether that was done once"""
 
     def prepare(self) -> Reduction:
-        """Make the reduction, if there is none yet; every rank calls it."""
+        """Return the reduction; makes it at the first call. Every rank calls this."""
         if self._reduction is None:
             self._looks = why_closed_in(self._worker, self._world) == ""
             state = self._worker.state
@@ -120,11 +120,11 @@ class WholeSteps:
 
     @property
     def is_comparing(self) -> bool:
-        """Whether it is still to be compared what the ranks have begun with."""
+        """Whether the states that the ranks have begun with are still to be compared."""
         return self._begin.comparison is not None
 
     def step(self, share: Share, loss: BatchLoss) -> StepTotals:
-        """One step, which is applied then and not committed. Blocks until every rank has taken part.
+        """Compute a step, which is then applied and not committed. Blocks until every rank has taken part.
 
         Raises:
             TrainingDiverged, StatesDiffer: on every rank alike; the weights are those before the step.
@@ -139,8 +139,8 @@ class WholeSteps:
     def run(
         self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
     ) -> StepTotals:
-        """As `Reduction.run`. Raises: FormationFailed where the group was broken off. StatesDiffer. UsageError where
-        the loss trains what is no part of the model; as `PassChecks.look`."""
+        """Do as `Reduction.run`. Raises: FormationFailed where the group was aborted. StatesDiffer. UsageError where
+        the loss trains parameters outside of the model; as `PassChecks.look`."""
         reduction, begin = self.prepare(), self._begin
         comparison = begin.comparison if begin.first_ranks is None else None
         if comparison is not None:
@@ -150,7 +150,7 @@ class WholeSteps:
         try:
             totals = reduction.run(micro_batches, loss, scale, votes)
         except UsageError:
-            self._passes.require_same_trained()  # of a parameter that was frozen meanwhile DDP knows no cause
+            self._passes.require_same_trained()  # DDP does not know the cause where a parameter was frozen meanwhile
             raise
         if gradients != self._gradients_beside():
             shapes = [str(tuple(one.shape)) for one in self._others if one.grad is not None]
@@ -162,27 +162,27 @@ class WholeSteps:
         if comparison is not None:
             self._states.finish(comparison)
         self._begin = ALONE if begin.first_ranks is None else Beginning(comparison=begin.comparison)
-        self._membership.watcher.do(Activity.COMPUTE)  # the optimizer's step waits for nobody
+        self._membership.watcher.do(Activity.COMPUTE)  # the optimizer's step does not wait for other ranks
         self._membership.sockets.require_unbroken()
         self._clip()
         return totals
 
     def _gradients_beside(self) -> list[tuple[int, int]]:
-        """Of `_others`; changes with whatever is added to one."""
+        """Return a value for each gradient of `_others`; it changes with any addition to that gradient."""
         gradients = [one.grad for one in self._others]
         return [(0, 0) if one is None else (id(one), one._version) for one in gradients]
 
     def _finish(self, begin: Beginning) -> None:
-        """What was under way when the world began, in its first step."""
+        """Finish, in a world's first step, what was under way when the world began."""
         watcher = self._membership.watcher
         begin.wait_for_claim(watcher)
         if begin.handover is not None:
-            watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
+            watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes long
             begin.handover.finish(self._membership.sockets.require_unbroken)
 
     def _look_for_unused(self, step: int) -> None:
-        """In the first step and some later ones: alone a worker trains without the gradient of a parameter; DDP waits
-        for all, so that the first step with another one would fail and end the job."""
+        """Search for parameters without a gradient, in the first step and every 100th. A lone worker trains without
+        these gradients. DDP waits for all of them, so the first step with another worker would end the job."""
         if self._has_looked and step % EVERY:
             return
         why = None
@@ -193,18 +193,18 @@ class WholeSteps:
             )
             if not self._has_looked:
                 self._worker.reporter.warn(why)
-        self._membership.joins.why_closed = why  # at once: the watcher may read it at any time
+        self._membership.joins.why_closed = why  # in one assignment: the watcher thread may read it at any time
         self._has_looked = True
 
     def _clip(self) -> None:
-        """Only of a step that counts: gradients are unscaled once."""
+        """Clip the gradients, only in a step that counts: they are unscaled once."""
         limit, state = self._worker.config.clip_grad_norm, self._worker.state
         if limit is not None:
             clip_gradients(state.optimizer, state.scaler, limit)
 
 
 def batch_loss(worker: Worker, stand_in: Callable[[], Any], loss: BatchLoss) -> Loss:
-    """`loss` of a micro-batch, with the flags' precision and the random numbers that belong to it."""
+    """Return `loss` for one micro-batch, with the flags' precision and the micro-batch's random numbers."""
     config = worker.config
     return task_loss(
         worker.task, seed=config.seed, precision=config.precision, device=worker.device, stand_in=stand_in, loss=loss
@@ -212,14 +212,14 @@ def batch_loss(worker: Worker, stand_in: Callable[[], Any], loss: BatchLoss) -> 
 
 
 def is_tried_first(worker: Worker, world: World) -> bool:
-    """Whether a step that this worker does alone shows if it can be done with others: until then nobody is admitted."""
+    """Whether a lone worker's first step shows if other workers can take part: until then none is admitted."""
     is_alone = world.world_size == 1 and worker.launch.is_open
-    trains = world.num_nodes >= world.min_nodes  # else it waits for others, without a step
+    trains = world.num_nodes >= world.min_nodes  # else it waits for nodes, and makes no step
     return is_alone and trains and waits_for_all(worker.config)
 
 
 def why_closed_in(worker: Worker, world: World) -> str | None:
-    """Why this worker admits nobody to a world that it has alone; "" until a step has shown whether it can."""
+    """Return why this worker admits no other to a world that it has alone; "" until a step has shown if it can."""
     why = why_alone(worker.state.model) if world.world_size == 1 else None
     return why or ("" if is_tried_first(worker, world) else None)
 
@@ -230,7 +230,7 @@ def waits_for_all(config: Config) -> bool:
 
 
 def warm_up(worker: Worker, stand_in: Callable[[], Any], loss: BatchLoss) -> None:
-    """A forward and a backward pass over one sample that counts for nothing."""
+    """Make a forward and a backward pass over one sample, without any lasting effect."""
     state = worker.state
     state.modes.put_back()
     nothing = MicroBatch(0, 0, 0, np.zeros(0, dtype=np.int64), 1, is_last=True)
@@ -239,7 +239,7 @@ def warm_up(worker: Worker, stand_in: Callable[[], Any], loss: BatchLoss) -> Non
         batch_loss(worker, stand_in, loss)(state.model, nothing, None).backward()  # type: ignore[no-untyped-call]
     except ElasticTrainError:
         raise
-    except Exception as error:  # of the user's code; the step will raise it too, and is judged
+    except Exception as error:  # of the user's code; the step will raise it again, and it is judged there
         worker.reporter.debug(f"no warm-up: {first_line(error)}")
     finally:
         put_back()
@@ -247,8 +247,8 @@ def warm_up(worker: Worker, stand_in: Callable[[], Any], loss: BatchLoss) -> Non
 
 
 def stand_in_batch(worker: Worker) -> Callable[[], Any]:
-    """Makes a batch of the first sample, for a rank that has none in a step. Where loader processes read, it is read
-    once, and each is a copy."""
+    """Return a function that makes a batch of the first sample, for a rank without samples in a step. With loader
+    processes the sample is read once, and each batch is a copy."""
     config = worker.config
     dataset = EpochDataset(worker.task.train_set, seed=config.seed, collate=worker.task.collate)
 

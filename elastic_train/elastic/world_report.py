@@ -1,4 +1,4 @@
-"""How a world begins, in the run's events, its incidents and the lines for the person who watches."""
+"""How a world begins, in the run's events, its incidents and the lines for the user."""
 
 from __future__ import annotations
 
@@ -22,51 +22,51 @@ from elastic_train.wording import count, workers_go_on
 from elastic_train.world import Member, World
 
 PHASES = ("detect", "abort", "meet", "init", "sync")
-"""of a recovery, as events and incidents name them"""
+"""phases of a recovery, as events and incidents name them"""
 
 
 @dataclass(frozen=True)
 class Interruption:
-    """Why the world before this one ended, and what it took until the agreement on the next one began."""
+    """Why the previous world ended, and how long it took until the agreement on the next one began."""
 
     cause: str
     """`start`, `peer_lost`, `leave`, `join` or `states_differ`"""
     detect_seconds: float = 0.0
     """from the beginning of the step in hand, or of the world, to the error"""
     abort_seconds: float = 0.0
-    """until it was found whose error it was, the process group being gone"""
+    """from the error until it was judged and the process group was gone"""
     failure: str | None = None
     """what broke the world, where it did not end by a vote"""
 
 
 class WorldReport:
-    """Reports each world of one worker when it stands."""
+    """Reports each world of one worker once it stands."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._incident: dict[str, Any] | None = None
         """what interrupted the run before the present world"""
         self._deaths = Deaths() if worker.config.quarantine == "on" else None
-        """where those of hosts count"""
+        """deaths of hosts, where --quarantine counts them"""
         self.interrupted: Mapping[str, Any] = {}
-        """what has, since the last world that stood, as JSON can say it: names of members that are `lost`, have `left`
-        or `joined`, `dead_hosts`, `cause`, `seconds`; who gets a state from another member gets that too: the state
-        does not say it yet"""
+        """what has interrupted the run since the last world that stood, for JSON: names of members that are `lost`,
+        have `left` or `joined`, `dead_hosts`, `cause`, `seconds`. A worker that receives another member's state gets
+        this too, as the state does not contain it yet"""
         self._first_begun: int | None = None
         """generation of the first world that has begun since the last one that stood"""
         self._first: Member | None = None
-        """rank 0 of the last world that has begun"""
+        """rank 0 of the newest world that has begun"""
         self._lost_first: tuple[str, int] | None = None
-        """name of that of the one before, which it has lost, and the step then"""
+        """name of the rank 0 that this world has lost of the one before, and the committed steps then"""
 
     def lost(self, failure: str, change: Change) -> None:
-        """The world before was broken by `failure`, and the others agree on whom it has lost."""
+        """Report that the previous world was broken by `failure`, and which members the agreement counts as lost."""
         names = [member.name for member in change.lost]
         self._worker.reporter.events.write("peer_lost", error=failure, reason=change.reason, lost_members=names)
 
     def begins(self, world: World, change: Change, interruption: Interruption) -> None:
-        """The members of `world` are about to make its process group: note what they tell each other of the way to it.
-        Once for each world, and before it `stands`; it may break before that."""
+        """Note how `world` came about, before its members make its process group. Called once for each world, before
+        it `stands`; it may break before that."""
         if self._first_begun is None:
             self._first_begun = world.generation
         self._note_lost_first(world, change)
@@ -77,7 +77,7 @@ class WorldReport:
         found = {"dead_hosts": hosts, **{how: [member.name for member in some] for how, some in of_change.items()}}
         took = interruption.detect_seconds, interruption.abort_seconds, change.seconds_meet
         seconds = dict(zip(PHASES, took, strict=False))
-        if self.interrupted.get("cause", "start") != "start":  # what a start took has interrupted nothing
+        if self.interrupted.get("cause", "start") != "start":  # a start has interrupted nothing
             seconds = {name: self.interrupted["seconds"][name] + value for name, value in seconds.items()}
         self.interrupted = {
             **{name: [*self.interrupted.get(name, ()), *some] for name, some in found.items()},
@@ -86,7 +86,7 @@ class WorldReport:
         }
 
     def _note_lost_first(self, world: World, change: Change) -> None:
-        """How a process has ended nobody else can see, so that this is no proof."""
+        """Warn where rank 0 was lost twice within a step. It is no proof: how a process ended only its node can see."""
         step, first, before = self._worker.state.step, self._first, self._lost_first
         self._first, self._lost_first = world.members[0], None
         lost = {one.uid: one.node for one in change.lost}
@@ -111,14 +111,14 @@ class WorldReport:
         init_seconds: float,
         sync_seconds: float,
     ) -> None:
-        """The members hold one state: from now on events and lines are of this world. The first ones say how it came
-        about.
+        """Report that the members hold one state. From now on events and lines are of this world; the first ones tell
+        how it came about.
 
         Args:
-            change: from the world before.
-            restored: where this worker's state came from; None where it had it.
+            change: from the previous world.
+            restored: where this worker got its state; None where it had one.
             init_seconds: from the agreement until the process group stood.
-            sync_seconds: from there until all had one state.
+            sync_seconds: from then until all had one state.
         """
         reporter, state = self._worker.reporter, self._worker.state
         took = interruption.detect_seconds, interruption.abort_seconds, change.seconds_meet, init_seconds, sync_seconds
@@ -142,7 +142,7 @@ class WorldReport:
             backend=backend,
             branch=None if branch is None else branch.id,
             incidents=self._new_incidents(),
-            # A newcomer may get the state of the run later than its place.
+            # A newcomer may get the run's state later than its rank.
             **({"bill": reporter.bill(state), "best": state.ratings.best_as_json()} if world.rank == 0 else {}),
         )
         if self._deaths is not None:
@@ -169,7 +169,7 @@ class WorldReport:
             state.incidents.append(self._incident)
 
     def _new_incidents(self) -> list[dict[str, Any]]:
-        """Those since the last world that stood: a restart may have restored the state for one that broke."""
+        """Return the incidents since the last world that stood, also those of a restart whose first world broke."""
         first, self._first_begun = self._first_begun, None
         known = self._worker.state.incidents
         return [one for one in known if first is not None and one.get("generation", -1) >= first]
@@ -178,7 +178,7 @@ class WorldReport:
         self._worker.reporter.tell_quarantines(lasting(self._worker.state, world, time.time()))
 
     def stands_by(self, world: World) -> None:
-        """This worker is a spare of the world."""
+        """Report that this worker is a spare of the world."""
         self._worker.reporter.enter(world, self._worker.state)
         by = "--virtual-ranks" if self._worker.config.reduction == "ordered" else "--global-batch-size"
         self._worker.reporter.warn(
@@ -187,7 +187,7 @@ class WorldReport:
         )
 
     def state_came_late(self, world: World) -> None:
-        """The state has come within the first step of `world`, after what `stands` has noted already."""
+        """Complete what `stands` has noted, when the state comes within the first step of `world`."""
         state = self._worker.state
         state.remember()
         state.generation, state.generations = world.generation, state.generations + 1
@@ -202,7 +202,7 @@ def _incident_of(
 ) -> dict[str, Any]:
     lost, left, joined, hosts = (interrupted[name] for name in ("lost", "left", "joined", "dead_hosts"))
     deaths = {"dead_hosts": hosts, "run_seconds": run_seconds(state)} if hosts else {}
-    inside = {member.name for member in world.members}  # who joined a world that broke may be lost again
+    inside = {member.name for member in world.members}  # a newcomer of a world that broke may be lost again
     who = {"lost": lost, "left": left, "joined": [name for name in joined if name in inside]}
     cause = _cause_of(lost, left, "join" if interrupted["cause"] == "start" else interrupted["cause"])
     return new_incident(cause, seconds | interrupted["seconds"], world, state.step, who) | deaths
@@ -221,10 +221,10 @@ def new_incident(
     *,
     steps_lost: int | None = 0,
 ) -> dict[str, Any]:
-    """An entry of `incidents` in result.json.
+    """Return an entry of `incidents` in result.json.
 
     Args:
-        world: that in which training went on, after so many committed steps (`step`).
+        world: the one in which training went on, after `step` committed steps.
         who: names of members that were `lost`, have `left` or `joined`.
     """
     lost, left, joined = (list(who.get(how, ())) for how in ("lost", "left", "joined"))
@@ -243,7 +243,7 @@ def new_incident(
 
 
 def describe_change(state: TrainState, world: World, change: Change, seconds: dict[str, float]) -> str:
-    """`world generation=3: 2 workers go on at step 41; lost a/0; detect=0.001 ...`"""
+    """Return `world generation=3: 2 workers go on at step 41; lost a/0; detect=0.001 ...`."""
     joined = ", ".join(member.name for member in change.joined)
     parts = [*losses_of(change), *([f"took in {joined}"] if joined else [])]
     why = f" ({change.reason})" if change.reason else ""
@@ -254,14 +254,14 @@ def describe_change(state: TrainState, world: World, change: Change, seconds: di
 
 
 def losses_of(change: Change) -> list[str]:
-    """`lost a/0/12`, `b/0/7 left (its error in step 19: ...)`."""
+    """Return `lost a/0/12`, `b/0/7 left (its error in step 19: ...)`."""
     lost, left = (", ".join(member.name for member in some) for some in (change.lost, change.left))
     why = "" if change.why_left is None else f" ({change.why_left})"
     return [text for text in (f"lost {lost}" if lost else "", f"{left} left{why}" if left else "") if text]
 
 
 def describe_share(config: Config, world_size: int) -> str:
-    """Samples of a whole step that a worker has: one number, or the least and the most."""
+    """Return a worker's samples in a whole step: one number, or the least and the most."""
     parts, unit = (
         (config.global_batch_size, 1)
         if config.reduction == "fast"
@@ -272,7 +272,7 @@ def describe_share(config: Config, world_size: int) -> str:
 
 
 def describe_optimizer(state: TrainState) -> str:
-    """`SGD, lr 0.1`: what was chosen, where nothing was said."""
+    """Return `SGD, lr 0.1`: the choice, also where no flag was given."""
     return f"{type(state.optimizer).__name__}, lr {shown(dict.fromkeys(state.learning_rates))}"
 
 
