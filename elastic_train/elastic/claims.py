@@ -1,4 +1,4 @@
-"""An arbiter (protocol/arbiter.py) for a job: claims lie in `claims/` of its run directory, or of its bucket."""
+"""An arbiter (protocol/arbiter.py) for a job, with claims in `claims/` of its run directory, or of its bucket."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from elastic_train.storage.object_store import ObjectStore
 from elastic_train.system import answer_of
 
 ANSWER_SECONDS = 2.0
-"""that a shared file system, or a bucket, may take for a claim"""
+"""time limit of a claim in a shared file system or a bucket"""
 MOST_CLAIM_BYTES = 2**20
-"""a decision has some hundred bytes for each member"""
+"""limit of its size: a decision has some hundred bytes for each member"""
 Found = TypeVar("Found")
 
 
@@ -46,7 +46,7 @@ class Directory:
             if is_durable:
                 fsync_directory(self._path)
         finally:
-            with suppress(OSError):  # it is in nobody's way
+            with suppress(OSError):  # a leftover draft harms nothing
                 draft.unlink()
 
     def read(self, name: str) -> str | None:
@@ -94,7 +94,7 @@ class Objects:
             return [key.removeprefix(_key("")) for key in self._store.list(_key(""))]
 
     def written_at(self, name: str) -> float:
-        """By its writer's clock: whose is an hour wrong removes what others still look for, and it takes votes."""
+        """Return the time by the writer's clock. If it is an hour off, needed claims are removed, and votes decide."""
         found = self._read(name)
         if found is None:
             raise FileNotFoundError(name)
@@ -125,8 +125,8 @@ def _told_as_os_error() -> Iterator[None]:
 
 
 class Bounded:
-    """As arbiter.Arbiter: another one, on a side thread, for at most so many seconds. While a call hangs there is no
-    further one. Any thread may ask."""
+    """As arbiter.Arbiter: calls another one on a side thread, for a limited time. While a call hangs, no further one is
+    made. Any thread may call it."""
 
     def __init__(self, arbiter: Arbiter, seconds: float = ANSWER_SECONDS) -> None:
         self._arbiter, self._seconds = arbiter, seconds
@@ -143,7 +143,7 @@ class Bounded:
         return self._ask(lambda: self._arbiter.sees(name))
 
     def tidy(self) -> None:
-        """Returns at once."""
+        """Tidy in the background; returns at once."""
         if self._tidying is None or not self._tidying.is_alive():
             self._tidying = threading.Thread(target=self._arbiter.tidy, name="tidy", daemon=True)
             self._tidying.start()
@@ -165,7 +165,7 @@ class Bounded:
 
 
 def arbiter_of(run_dir: Path, bucket: Bucket | None) -> Arbiter:
-    """The bucket of --snapshot-dir, which all members have, or else the run directory, which they may share."""
+    """Return an arbiter in the bucket of --snapshot-dir, which all members use, or in the run directory, if shared."""
     folder: Folder = Directory(run_dir / "claims")
     if bucket is not None and bucket.store.may_be_conditional:
         folder = Objects(bucket.store.impatient(ANSWER_SECONDS / 2))  # over its connections: they take long to make

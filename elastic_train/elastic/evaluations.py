@@ -17,12 +17,12 @@ from elastic_train.world import World
 
 
 class Evaluations:
-    """Those of one worker; there are none where its task has no test set."""
+    """The evaluations of one worker; there are none where its task has no test set."""
 
     def __init__(self, worker: Worker, membership: Membership) -> None:
         self._worker, self._membership = worker, membership
         self._done: set[str] = set()
-        """what is done once, by this worker"""
+        """what this worker does once"""
 
     def _is_first(self, what: str) -> bool:
         is_first = what not in self._done
@@ -30,19 +30,19 @@ class Evaluations:
         return is_first
 
     def if_missed(self, world: World) -> None:
-        """The evaluation that the world before did not live to complete; every rank calls it."""
+        """Make up for an evaluation that the previous world has not completed; every rank calls this."""
         state = self._worker.state
         is_at_a_place = state.is_finished or (state.step > 0 and state.samples_done == 0)
         if not self._worker.task.test_set or not is_at_a_place:
             return
-        # Together or not at all: a death in an evaluation can leave some with its result and some without.
+        # All ranks or none: a death in an evaluation can leave only some of them with a result.
         if not all(gather_json(state.evaluated_step == state.step)):
             self.if_due(world)
 
     def keep(self, world: World, metric: float) -> None:
-        """Rate the model by rank 0's `metric`; every rank calls it."""
+        """Rate the model by rank 0's `metric`; every rank calls this."""
         watcher = self._membership.watcher
-        if world.world_size > 1:  # rank 0's alone, so that all have the same best
+        if world.world_size > 1:  # use rank 0's, so that all have the same best
             watcher.do(Activity.REDUCE)
             metric = float(gather_json(metric)[0])
             watcher.do(Activity.COMPUTE)
@@ -63,10 +63,10 @@ class Evaluations:
             self._worker.reporter.best(ratings)
 
     def if_due(self, world: World) -> None:
-        """At the end of every so many epochs, and of training; every rank calls it at the end of an epoch."""
+        """Evaluate at every --eval-every epochs, and at the end of training. Every rank calls this after an epoch."""
         worker, config, state = self._worker, self._worker.config, self._worker.state
         test_set = worker.task.test_set
-        # Over an empty one there are no means.
+        # An empty test set has no means.
         if not test_set or not (state.is_finished or state.epoch % config.eval_every == 0):
             return
         watcher = self._membership.watcher
@@ -99,7 +99,7 @@ class Evaluations:
 
 
 def odd_numbers(metrics: Mapping[str, float], step: int) -> dict[str, str]:
-    """What is to be said of metrics that cannot be right, by name; result.json has null for those that are none."""
+    """Return warnings about metrics that cannot be right, by name; result.json has null for non-finite ones."""
     odd = {
         name: f"the test set's {name} is {value} at step {step}: training goes on; look at what the task's evaluate "
         "and summarize give"

@@ -1,22 +1,22 @@
 """The fault seam: injects a fault into this worker at a named point, when ELASTIC_TRAIN_FAULT asks for it.
 
-Drills and tests use it to hit a moment that no signal from outside could be timed for. The variable holds faults
-separated by `;`, each `ACTION@POINT` with conditions after a colon:
+Drills and tests use it to hit a moment that a signal from outside could not be timed for. The variable holds faults
+separated by `;`, each as `ACTION@POINT` with conditions after a colon:
 
     ELASTIC_TRAIN_FAULT="kill-node@step:rank=1,step=40"
     ELASTIC_TRAIN_FAULT="freeze@init:generation=1;error@step:step=7"
 
 Actions: `kill` (SIGKILL to this worker), `kill-node` (to its agent too), `freeze` (SIGSTOP), `stop` (SIGTERM to the
-agent), `error` (a RuntimeError, as from the code that is trained), `memory` (a MemoryError), `hang` (the training
-thread never comes back). Points, in the order of a worker's life: `meet` (before it asks to be in a world), `init` (on
-the list, before the process group is made), `sync` (the group stands, before the state is compared), `send` (this
-worker's state is the freshest, and another waits for its bytes), `step` (before a step's reduction), `commit` (right
-after a commit), `finish` (training is through, before result.json), `exit` (the process is about to end). Points of an
-agreement and of a join: `proposed` (as who proposes what follows a world, before it is decided), `planned` (as rank
-0, before it invites the newcomers of a world that it has planned), `formed` (the group of that world stands beside the
-present one, and nobody was told). The last two, and the first in a join, are reached beside the training thread.
-Conditions: `rank` and `generation` (at `planned` and `formed` in the world that is planned), `step` (committed steps so
-far), `local_rank`, `host`; a fault is injected once per process.
+agent), `error` (a RuntimeError, as from the trained code), `memory` (a MemoryError), `hang` (the training thread never
+returns). Points, in the order of a worker's life: `meet` (before it asks to be in a world), `init` (in the decided
+world, before the process group is made), `sync` (the group stands, before the state is compared), `send` (this worker
+has the freshest state, and another waits for its bytes), `step` (before a step's reduction), `commit` (right after a
+commit), `finish` (training is complete, before result.json), `exit` (the process is about to end). Points of an
+agreement and of a join: `proposed` (on the proposer, before its proposal is decided), `planned` (on rank 0, before it
+invites the newcomers of a planned world), `formed` (the group of that world stands beside the present one, and no
+member was told). The last two, and the first in a join, are reached on other threads than the training thread.
+Conditions: `rank` and `generation` (at `planned` and `formed` those of the planned world), `step` (committed steps),
+`local_rank`, `host`. A fault is injected once per process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class InjectedFault:
 
 
 def parse(text: str) -> list[InjectedFault]:
-    """Raises UsageError naming what it does not understand."""
+    """Return the faults that `text` describes. Raises: UsageError, which quotes what is wrong."""
     faults = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
         head, _, tail = part.partition(":")
@@ -62,14 +62,14 @@ def parse(text: str) -> list[InjectedFault]:
 
 
 class FaultSeam:
-    """The faults that are still to be injected in this process."""
+    """The faults that this process has yet to inject."""
 
     def __init__(self, text: str, agent_pid: int | None) -> None:
         self._pending = parse(text)
         self._agent_pid = agent_pid
 
     def reach(self, point: Point, **here: int | str) -> None:
-        """This worker is at `point`; `here` are the values that conditions are compared with."""
+        """Inject a fault that matches `point` and the values `here`, by which its conditions are checked."""
         if not self._pending:
             return
         for fault in self._pending:

@@ -1,8 +1,8 @@
-"""A gloo process group that is formed beside the default one, on a thread of its own, and takes its place later.
+"""A gloo process group that is formed beside the default one, on a thread of its own, and replaces it later.
 
-torch makes the default group in the very call that installs it, so that nobody can train meanwhile. Here gloo's backend
-is built by hand; torch's public `Backend.register_backend` then lets `init_process_group` install it without a message.
-What torch does not promise stands in this module alone: `ProcessGroupGloo._Options` with `_devices` and `_timeout`, and
+torch makes the default group in the very call that installs it, so no rank can train meanwhile. Here gloo's backend is
+built by hand; torch's public `Backend.register_backend` then lets `init_process_group` install it without a message.
+Only this module uses what torch does not promise: `ProcessGroupGloo._Options` with `_devices` and `_timeout`, and
 `create_device`. Where they are missing `can_form` is False, and groups are made in the plain way.
 """
 
@@ -28,7 +28,7 @@ from elastic_train.world import Address
 BACKEND = "formed"
 """the name under which torch knows a group of this kind"""
 FORM_SECONDS = 10.0
-"""at least, for a group that is formed beside another one: nobody waits for it but the thread that forms"""
+"""least timeout of a group that is formed beside another one: only the forming thread waits for it"""
 ATTEMPTS = 3
 
 
@@ -37,40 +37,40 @@ _to_install: list[Any] = []
 
 @dataclass
 class FormedGroup:
-    """A group that stands, and that nobody uses yet."""
+    """A group that stands and is not yet in use."""
 
     rank: int
     world_size: int
     store: Store
     backend: Any
-    """None once it is installed: torch has the only reference then"""
+    """None once it is installed: then torch holds the only reference"""
     sockets: dict[int, str]
-    """its connections: number -> `socket:[inode]`"""
+    """its connections: descriptor -> `socket:[inode]`"""
 
 
 def can_form() -> bool:
-    """Whether this torch, as it is set up here, lets a group be formed beside another one."""
+    """Whether this torch, with these settings, lets a group be formed beside another one."""
     gloo = getattr(dist.distributed_c10d, "ProcessGroupGloo", None)
     has_names = hasattr(gloo, "_Options") and hasattr(gloo, "create_device")
-    # Lazy connections come after the forming; the wrapper for debugging needs a group of its own.
+    # Lazy connections are made after the forming; the debug wrapper needs a group of its own.
     is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
     return has_names and not is_lazy and dist.get_debug_level() is not dist.DebugLevel.DETAIL
 
 
 def form_timeout(world_size: int) -> timedelta:
-    """Of such a group."""
+    """Return the timeout of such a group."""
     return timedelta(seconds=max(FORM_SECONDS, seconds_to_form(world_size)))
 
 
 def form(store: Store, rank: int, world_size: int, address: str) -> FormedGroup:
-    """Connect to all other ranks. Every rank calls it, on a thread of its own choice, with a prefix of this group alone
-    in `store`. Blocks until all have, for `form_timeout` and some more at most; training may go on meanwhile.
+    """Connect to all other ranks. Every rank calls this, on any thread, with a prefix of this group alone in `store`.
+    Blocks until all have, for little more than `form_timeout` at most; training may go on meanwhile.
 
     Args:
         address: where this rank listens, unless GLOO_SOCKET_IFNAME names interfaces.
 
     Raises:
-        FormationFailed: not all of them did.
+        FormationFailed: not all ranks connected.
     """
     gloo: Any = dist.distributed_c10d.ProcessGroupGloo
     options = gloo._Options()
@@ -86,7 +86,7 @@ def form(store: Store, rank: int, world_size: int, address: str) -> FormedGroup:
 
 
 def install(group: FormedGroup) -> None:
-    """Make it the default group; there must be none. Sends nothing, and waits for nobody."""
+    """Make `group` the default group; there must be none. Sends nothing, and does not block."""
     _register_backend()
     _to_install.append(group.backend)
     group.backend = None
@@ -97,8 +97,8 @@ def install(group: FormedGroup) -> None:
 
 @cache
 def _register_backend() -> None:
-    """As third parties do; once in a process. A group that a training function makes of some ranks has the backend of
-    the default one, and is made in the plain way."""
+    """Register the backend with torch's interface for third parties, once in a process. A group that a training
+    function makes of some ranks uses the default group's backend, and is made in the plain way."""
 
     def create(store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
         if _to_install:
@@ -109,7 +109,7 @@ def _register_backend() -> None:
 
 
 def _make_devices(address: str) -> tuple[list[Any], list[Address]]:
-    """What gloo listens with, and where: by these addresses the group's connections are told from all others.
+    """Return gloo's listeners and their addresses, by which the group's connections are told from all others.
 
     Raises: FormationFailed, RuntimeError.
     """
@@ -122,7 +122,7 @@ def _make_devices(address: str) -> tuple[list[Any], list[Address]]:
             device = create(interface=interface) if interface else create(hostname=address)
             new = opened_since(before, open_sockets())
             listening = [found for found in starmap(listening_address, new.items()) if found is not None]
-            if len(listening) == 1:  # else another thread opened one in the same moment
+            if len(listening) == 1:  # else another thread opened one at the same moment
                 devices.append(device)
                 addresses += listening
                 break

@@ -1,4 +1,4 @@
-"""A state that was received or read is taken over; or one line says why it does not fit."""
+"""Loads a state that was received or read, or reports in one line why it does not fit."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SHOWN_NAMES = 3
 
 
 def load(state: TrainState, loaded: Mapping[str, Any], source: str, *, is_peers: bool = False) -> None:
-    """As `TrainState.load_state_dict`, of tensors on the CPU. `source` names it in an error.
+    """Do as `TrainState.load_state_dict`, with tensors on the CPU. Errors name the state by `source`.
 
-    Extras may keep what they are given: a tensor goes to the device of the one that the extra has in its place, and
-    stays on the CPU where it has none.
+    Extras may keep the tensors that they get. A tensor goes to the device of the extra's own tensor in that place, and
+    stays on the CPU where there is none.
 
     Raises:
-        SnapshotError: it is of another model or optimizer; or whatever keeps it from being loaded.
+        SnapshotError: the state is of another model or optimizer; or any other reason why it cannot be loaded.
     """
     device = next((parameter.device for parameter in state.model.parameters()), torch.device("cpu"))
 
@@ -33,18 +33,18 @@ def load(state: TrainState, loaded: Mapping[str, Any], source: str, *, is_peers:
         own = {name: state.kept.updates.state_of(state.extras[name]) for name in extras.keys() & state.extras.keys()}
         places = {id(tensor): mine.device for tensor, mine in pairs(extras, own)}
         extras = rebuilt(extras, lambda tensor: tensor.to(places.get(id(tensor), tensor.device)), "extras")
-        # The model copies what it is given, and the optimizer moves what is each parameter's.
+        # The model copies its tensors, and the optimizer moves those that belong to a parameter.
         groups = rebuilt(loaded["optimizer"]["param_groups"], lambda tensor: tensor.to(device), "param_groups")
         optimizer = {**loaded["optimizer"], "param_groups": groups}
         given = {**loaded, "extras": extras, "optimizer": optimizer}
         state.load_state_dict(given, is_peers=is_peers)
-        # A snapshot's all ranks take over alike.
+        # All ranks load a snapshot alike, so only a peer's state is compared.
         state.kept.updates.is_as_sent = not is_peers or is_as_given(state, given)
     except ExtraNotLoaded as error:
         raise SnapshotError(
             f"{source} cannot be taken over: {error}; mend what it loads, or leave it out of extras, which is a warning"
         ) from error
-    except Exception as error:  # of user code too: who reads a snapshot for others must say that it cannot
+    except Exception as error:  # of user code too: a rank that reads a snapshot for others must report its failure
         if isinstance(error, torch.OutOfMemoryError) or not isinstance(
             error, KeyError | TypeError | ValueError | RuntimeError
         ):
@@ -59,7 +59,7 @@ def load(state: TrainState, loaded: Mapping[str, Any], source: str, *, is_peers:
 
 
 def pairs(theirs: Any, ours: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The tensors that have the same place in two states."""
+    """Yield the tensors that have the same place in two states."""
     if isinstance(theirs, torch.Tensor) and isinstance(ours, torch.Tensor):
         yield theirs, ours
     elif isinstance(theirs, Mapping) and isinstance(ours, Mapping):
@@ -71,25 +71,25 @@ def pairs(theirs: Any, ours: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 def peak_rates(state: TrainState) -> list[float | None]:
-    """The optimizer's learning rates by group, as they were before a scheduler of torch's or ours changed them."""
+    """Return the optimizer's learning rates by group, before a scheduler of torch's or ours has changed them."""
     groups = zip(state.optimizer.param_groups, state.learning_rates, strict=True)
     return [rate if (first := group.get("initial_lr")) is None else float(first) for group, rate in groups]
 
 
 def other_rates(started: Sequence[float | None], used: Sequence[float | None]) -> str | None:
-    """What to say where a start was given other learning rates than the run that it continues; None where not."""
+    """Return a line where a start has other learning rates than the run that it continues; else None."""
     if list(started) == list(used):
         return None
     return f"the run's learning rate {shown(used)} is used, not this start's {shown(started)}"
 
 
 def shown(rates: Iterable[float | None]) -> str:
-    """`0.1, 0.01`."""
+    """Return `0.1, 0.01`."""
     return ", ".join("none" if rate is None else f"{rate:g}" for rate in rates)
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """How two models' state dicts differ, in one line with some of the names; "" where their shapes are equal."""
+    """Return how two models' state dicts differ, in one line with some names; "" where their shapes are equal."""
 
     def some(names: Collection[str]) -> str:
         return ", ".join(sorted(names)[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")

@@ -1,4 +1,4 @@
-"""The loop: the training function of `-m elastic_train`, and an example of one."""
+"""The training function of `-m elastic_train`, which is also an example of one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic_train.elastic.worker import Worker
 
 
 def bundled(worker: Worker) -> Program:
-    """Trains the worker's task."""
+    """Return the program that trains the worker's task."""
     loss = worker.task.loss
 
     def train(training: Training) -> None:

@@ -1,4 +1,4 @@
-"""What a quarantine does: rank 0 leaves a node in the join queue though it is ready, and says so to both sides."""
+"""The effect of a quarantine: rank 0 leaves a ready node in the join queue, and reports that to both sides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic_train.world import World
 
 
 def run_seconds(state: TrainState) -> float:
-    """How long the run has lasted; the same for all who hold its state, whatever their clocks show."""
+    """Return how long the run has lasted; equal on all that hold its state, whatever their clocks show."""
     return sum(state.clock.totals().values())
 
 
@@ -24,11 +24,11 @@ def admissible(
     world: World,
     nodes: Sequence[Node],
 ) -> list[Node]:
-    """Those of some nodes that are ready to join `world` which need not wait. For the watcher's thread of rank 0.
+    """Return those of some ready nodes that may join `world` now. Runs on rank 0's watcher thread.
 
     Args:
-        own_state: None while this worker does not hold the run's.
-        warn: tells the people of this job, and notes it in the run's events.
+        own_state: returns None while this worker does not hold the run's state.
+        warn: prints a warning in this job, and writes it to the run's events.
         tell_once: as `QueueNews.tell_once`.
     """
     state = own_state()
@@ -49,7 +49,7 @@ def admissible(
 
 
 def lasting(state: TrainState, world: World, wall: float) -> list[dict[str, Any]]:
-    """The quarantines of hosts that `world` does without, for people and programs; `wall` is now, in Unix seconds."""
+    """Return the quarantines of hosts outside of `world`, for people and programs; `wall` is now, in Unix seconds."""
     now, inside = run_seconds(state), {member.host for member in world.members}
     found: Mapping[str, Quarantine] = quarantines(state.incidents, now)
     return [

@@ -1,4 +1,4 @@
-"""When rank 0 writes a snapshot: after so many steps, so much time, or as its cost and the failures call for."""
+"""When rank 0 writes a snapshot: after so many steps, after so much time, or by its cost and the failures."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from elastic_train.training.state import TrainState
 from elastic_train.world import World
 
 TOLD_CHANGE = 0.25
-"""of the interval, from the one that was told last"""
+"""relative change of the interval, since the last report, that is reported"""
 IDLE_STEPS = 64
 BUSY_STEPS = 1024
-"""newest ones of which the median counts; a snapshot may hang for as long as its store does"""
+"""number of the newest steps in a median; a snapshot may hang for as long as its store does"""
 COSTS = 5
-"""newest ones of which the median counts"""
+"""number of the newest costs in a median"""
 
 
 class SaveTime:
-    """How long the state takes to be saved. Rank 0 measures it and tells it in a vote, so that all of a world know the
-    same from the same step on: where all have a notice, it decides when they leave.
+    """How long saving the state takes. Rank 0 measures it and shares it by a vote, so that all of a world use the same
+    value from the same step on. If all nodes have a notice, it decides when they leave.
 
     Args:
-        is_shared: whether nodes that leave at once send a share of the state each.
+        is_shared: whether nodes that leave at once save a share of the state each.
     """
 
     def __init__(self, *, is_shared: bool) -> None:
@@ -41,57 +41,57 @@ class SaveTime:
         self.measured = 0.0
         """seconds of this worker's newest snapshot"""
         self._told = -1, 0
-        """the generation in which it was told last, and whole seconds"""
+        """the generation in which it was shared last, and the whole seconds"""
 
     def enter(self, world: World) -> None:
         self._generation, self._is_rank_0 = world.generation, world.rank == 0
         self._num_senders = world.num_training_nodes if self._is_shared else 1
 
     def vote(self) -> int:
-        """Of rank 0, whole seconds that the others of its world have not been told; else 0."""
+        """Return the whole seconds that rank 0 has not yet shared with its world; else 0."""
         seconds = math.ceil(self.measured) or self._told[1]
         return seconds if self._is_rank_0 and self._told != (self._generation, seconds) else 0
 
     def note_vote(self, seconds: int) -> None:
-        """What the world has said in a step, summed."""
+        """Note the sum of the world's votes in a step."""
         if seconds:
             self._told = self._generation, seconds
 
     @property
     def seconds(self) -> float:
-        """That all nodes of the world need together; 0 where none has measured it. From any thread."""
+        """Seconds that all nodes of the world need together; 0 where none has measured it. For any thread."""
         return self._told[1] / self._num_senders
 
 
 class SnapshotSchedule:
-    """Of one worker, whatever worlds it goes through. Decided by rank 0 alone; nobody else need know.
+    """The schedule of one worker, in all its worlds. Rank 0 alone decides; the other ranks need not know.
 
-    A snapshot costs two things: the time that it holds the training thread up, and the time by which steps are slower
-    while it is written. The latter is a difference of medians, so that an evaluation between two steps does not count.
+    A snapshot costs the time for which it blocks the training thread, and the time by which steps are slower while it
+    is written. The latter is a difference of medians, so that an evaluation between two steps does not count.
     """
 
     def __init__(self, interval: SnapshotInterval, *, now: Callable[[], float] = time.monotonic) -> None:
         self._interval = interval
         self._now = now
         self.is_overdue = False
-        """whether one is due after the newest step, or was before"""
+        """whether a snapshot is due after the newest step, or was due before and is not written"""
         self._noted_step: int | None = None
-        """the newest one"""
+        """the newest step"""
         self._started_at: float | None = None
-        """of the newest snapshot; before that, of this worker's first world"""
+        """when the newest snapshot was begun; before that, this worker's first world"""
         self._step_at: float | None = None
         self._was_writing = False
         self._idle: deque[float] = deque(maxlen=IDLE_STEPS)
-        """seconds of steps beside which nothing was written"""
+        """seconds of steps during which no snapshot was written"""
         self._busy: deque[float] = deque(maxlen=BUSY_STEPS)
-        """of those beside the snapshot in hand"""
+        """seconds of steps during which the present snapshot is written"""
         self._num_busy = 0
         self._costs: deque[float] = deque(maxlen=COSTS)
         self.seconds = interval.first_seconds
-        """between the starts of two snapshots, where that is no number of steps"""
+        """between the starts of two snapshots, if the interval is not a number of steps"""
         self._told_seconds = 0.0
         self._counted: tuple[list[dict[str, Any]], int] = ([], 0)
-        """incidents, and how many of them are counted"""
+        """the incidents that were counted, and their number"""
         self._failures = 0
 
     @property
@@ -101,28 +101,28 @@ class SnapshotSchedule:
 
     @property
     def seconds_on_the_way(self) -> float:
-        """Since the newest snapshot was begun."""
+        """Seconds since the newest snapshot was begun."""
         return 0.0 if self._started_at is None else self._now() - self._started_at
 
     def enter(self, *, takes_over: bool = False, step: int = 0) -> None:
-        """A world stands. The time counts from this worker's first world: where it becomes rank 0 later, a snapshot is
-        due soon, for it does not know when the rank 0 before has written, nor whether anybody sees that.
+        """Note that a world stands. Time counts from this worker's first world. If it becomes rank 0 later, a snapshot
+        is due soon: it does not know when the previous rank 0 has written one, nor whether any member sees that.
 
         Args:
-            takes_over: it was a member before, and another one was rank 0.
-            step: the newest committed one.
+            takes_over: whether this worker was a member before, with another rank 0.
+            step: the newest committed step.
         """
-        self._step_at = None  # what lies between two worlds is no step
+        self._step_at = None  # the time between two worlds is no step
         if takes_over and self._interval.steps:
             self.is_overdue = self.is_overdue or step >= self._interval.steps
         if self._started_at is None:
             self._started_at = self._now()
 
     def note_step(self, step: int, *, is_writing: bool) -> None:
-        """So many steps are committed by now.
+        """Note that `step` steps are committed.
 
         Args:
-            is_writing: a snapshot is being written.
+            is_writing: whether a snapshot is being written.
         """
         now = self._now()
         if self._step_at is not None:
@@ -131,7 +131,7 @@ class SnapshotSchedule:
             self._num_busy += is_busy
         self._step_at, self._was_writing = now, is_writing
         before, self._noted_step = step - 1 if self._noted_step is None else self._noted_step, step
-        if self._interval.steps is not None:  # the step itself was not noted where a peer was lost after it
+        if self._interval.steps is not None:  # a due step was not noted itself if a peer was lost after it
             every = self._interval.steps
             is_due = every > 0 and step // every > before // every
         else:
@@ -139,18 +139,18 @@ class SnapshotSchedule:
         self.is_overdue = self.is_overdue or is_due
 
     def put_off(self) -> None:
-        """The one that was due is not written: it stays due."""
+        """Keep the due snapshot due: it is not written now."""
         self.is_overdue = True
 
     def note_start(self, started_at: float) -> None:
-        """A snapshot is on its way since then; its copying was no part of a step."""
+        """Note that a snapshot is under way since `started_at`; its copying is no part of a step."""
         self.is_overdue = False
         self._started_at = started_at
         self._step_at, self._was_writing = self._now(), True
         self._forget_busy()
 
     def note_written(self, stall_seconds: float) -> None:
-        """The newest snapshot is durable."""
+        """Note that the newest snapshot is durable."""
         slower = median(self._busy) - median(self._idle) if self._busy and self._idle else 0.0
         self._costs.append(stall_seconds + self._num_busy * max(0.0, slower))
         self._forget_busy()
@@ -160,7 +160,7 @@ class SnapshotSchedule:
         self._num_busy = 0
 
     def adapt(self, state: TrainState) -> dict[str, float] | None:
-        """Take the interval that is best by now, where it is `auto`. What is to be told, where it has changed much."""
+        """Take the interval that is now best, if it is `auto`. Returns what to report where it has changed much."""
         cost = self.cost_seconds
         if not self._interval.is_auto or cost is None:
             return None
@@ -178,7 +178,7 @@ class SnapshotSchedule:
         }
 
     def _count_failures(self, incidents: list[dict[str, Any]]) -> int:
-        """It is asked in each step, and a long run may have a great many."""
+        """Return the failures; cached, as each step asks for them and a long run may have many incidents."""
         known, number = self._counted
         if incidents is not known or len(incidents) != number:
             self._counted, self._failures = (incidents, len(incidents)), num_failures(incidents)

@@ -1,5 +1,5 @@
-"""Whether the ranks of a world hold the same weights and optimizer state, when it begins and as training goes on; and,
-as it goes on, the same extras (schedulers, a GradScaler, ...)."""
+"""Checks that all ranks of a world hold the same weights and optimizer state, when it begins and while it trains; and,
+while it trains, the same extras (schedulers, a GradScaler, ...)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class StateChecks:
     def __init__(self, worker: Worker, membership: Membership) -> None:
         self._worker, self._membership = worker, membership
         self._is_able = True
-        """whether this worker's state hashes to what the others' does"""
+        """whether this worker's state can be compared with the others'"""
         self._told_in: World | None = None
-        """the world in which it was said that states are not equal, though it has begun with equal ones"""
+        """the world in which a difference was reported, though it has begun with equal states"""
         self._extras_told_in: World | None = None
-        """the same of extras"""
+        """the same for extras"""
 
     def comparison(self, world: World, voters: Sequence[int]) -> StateComparison | None:
-        """Of the ranks' states; None where there is nobody to compare with. `voters` as StateComparison's."""
+        """Return a comparison of the ranks' states; None in a world of one. `voters` as StateComparison's."""
         if world.world_size == 1:
             return None
         worker = self._worker
@@ -41,7 +41,7 @@ class StateChecks:
     def finish(self, comparison: StateComparison) -> None:
         """Wait for this rank's hash, then for the others'. Raises: as `StateComparison.compare`; FormationFailed."""
         worker, watcher = self._worker, self._membership.watcher
-        watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes its time
+        watcher.do(Activity.FORM, FIRST_SECONDS)  # a large state takes long
         comparison.finish_hash(self._membership.sockets.require_unbroken)
         watcher.do(Activity.REDUCE)
         comparison.compare()
@@ -61,23 +61,23 @@ class StateChecks:
                 )
 
     def check(self, world: World, end: WorldEnd) -> None:
-        """Compare after a commit; every rank calls it after the same one. Blocks until all have.
+        """Compare after a commit; every rank calls this after the same one. Blocks until all have.
 
-        What differs here has been made by the code that is trained, which would do it again from any state: so it is
-        told, weights once in a world and at the end, extras once in a world, and training goes on. A peer that is lost
-        meanwhile is noted in `end`.
+        A difference here was made by the trained code, which would make it again from any state. So it is only
+        reported, and training goes on: weights once in a world and at the end, extras once in a world. A peer that is
+        lost meanwhile is noted in `end`.
         """
         comparison = self.comparison(world, range(world.world_size))
         if comparison is None or end.lost is not None:
             return
-        if self._worker.device.type == "cuda":  # the optimizer may have stepped on a stream of the user's
+        if self._worker.device.type == "cuda":  # the optimizer may have stepped on a stream of the user's own
             torch.cuda.synchronize(self._worker.device)
         try:
             self._check_extras(world)
             comparison.begin()
             self.finish(comparison)
         except StatesDiffer as differ:
-            # Machines of two kinds drift apart by rounding, and who has joined may have the state of either.
+            # Machines of two kinds drift apart by rounding, and a newcomer may have the state of either.
             is_new = self._told_in is not world or self._worker.state.is_finished
             if is_new and comparison.num_kinds == 1:
                 self._told_in = world
@@ -107,7 +107,7 @@ class StateChecks:
         state = self._worker.state
         then = "training is over" if state.is_finished else "training goes on"
         if world.rank > 0:
-            if world.rank in differ.wrong:  # whoever sits there should know
+            if world.rank in differ.wrong:  # its own user should know
                 self._worker.reporter.log(own_line(differ, state.step, f"{then}, and what is saved is rank 0's"))
             return
         reporter, wrong = self._worker.reporter, [world.members[rank].name for rank in differ.wrong]
@@ -122,6 +122,6 @@ class StateChecks:
 
 
 def own_line(differ: StatesDiffer, step: int, then: str) -> str:
-    """For the terminal of a worker that has not the state of most."""
+    """Return the line for the terminal of a worker whose state differs from the majority's."""
     than = "most" if differ.has_majority else "others"
     return f"this worker has not the weights or optimizer state that {than} have after step {step}: {then}"

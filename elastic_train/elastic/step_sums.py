@@ -1,4 +1,4 @@
-"""The sums over the ranks that belong to a step of an own loop, and may come only after its commit."""
+"""Sums over the ranks that belong to a step of a user's own loop, and may arrive only after its commit."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from elastic_train.training.step import NO_VOTES, OF_DIVERGED, Votes
 from elastic_train.world import World
 
 EVERY = 100
-"""steps from one that waits for all ranks, to compare what must be equal, to the next"""
+"""number of steps between two in which all ranks wait, to compare what must be equal"""
 LONG_STEP_SECONDS = 1.0
-"""steps that take as long wait for all ranks: it costs little, and a grace period may be short"""
+"""in steps of this length all ranks wait: that costs little, and a grace period may be short"""
 
 
 @dataclass
 class LateTotals:
-    """Sums over the ranks that belong to a step, which may still be under way when it is committed."""
+    """Sums over the ranks that belong to a step. They may still be under way when it is committed."""
 
     first: MicroBatch
-    """of the step; the batch itself would only take memory"""
+    """the step's first micro-batch, without the batch, which would only take memory"""
     known_loss: float | None
     has_stepped: bool
-    """the optimizer; else a GradScaler has skipped the step"""
+    """whether the optimizer has stepped; else a GradScaler has skipped the step"""
     may_be_late: bool
-    """whether the step is committed without them"""
+    """whether the step is committed before they have arrived"""
     sums: torch.Tensor
-    """mean loss, the votes, and each rank's seconds since its commit before"""
+    """mean loss, the votes, and each rank's seconds since its previous commit"""
     work: Any = None
-    """None in a world of one"""
+    """the all-reduce; None in a world of one"""
     found_inf: torch.Tensor | None = None
-    """as `StepInHand`'s: read only where the loss is not finite, for that waits for the device"""
+    """as `StepInHand`'s; read only where the loss is not finite, as reading waits for the device"""
     unread: LateNumbers | None = None
-    """the loss, in a world of one whose GPU does not have it yet"""
+    """the loss, in a world of one whose GPU has not computed it yet"""
 
     @property
     def mean_loss(self) -> float:
@@ -68,14 +68,14 @@ class LateTotals:
         return self.found_inf is None or not bool(self.found_inf)
 
     def read(self) -> None:
-        """Blocks until they have come. Raises as `collectives.wait`."""
+        """Block until they have arrived. Raises as `collectives.wait`."""
         if self.work is not None:
             wait(self.work, self.sums)
         if self.unread is not None:
             self.sums[0] = self.unread.read()
 
     def read_at_once(self) -> bool:
-        """Whether they have come. Waits for nobody but its own device. Raises: RuntimeError: a peer was lost."""
+        """Return whether they have arrived. Waits only for this rank's device. Raises: RuntimeError: a peer is lost."""
         have_come = self.work is None or self.work.is_completed()
         if have_come:
             self.read()
@@ -83,14 +83,14 @@ class LateTotals:
 
 
 class StepSums:
-    """The sums of one world's steps: at each commit they are begun, and waited for at once or before the next one.
+    """The sums of one world's steps. Each commit begins them, and waits for them at once or before the next commit.
 
-    The thread that trains calls everything here; another one gives up what has not come, when that thread waits in a
-    collective that will not end.
+    The training thread calls everything here. When it waits in a collective that will not end, another thread gives up
+    the missing sums.
 
     Args:
-        end: is told of votes and of lost peers.
-        votes: this rank's, asked for once a step at most.
+        end: gets the votes and lost peers.
+        votes: returns this rank's votes; called once a step at most.
     """
 
     def __init__(
@@ -108,20 +108,20 @@ class StepSums:
         self._votes = votes
         self._every = interval_of(worker.config.snapshot_every).steps or EVERY
         self._step_seconds = math.inf
-        """of the newest step whose totals have come, a mean over the ranks"""
+        """mean over the ranks for the newest step whose totals have arrived"""
         self.late: LateTotals | None = None
-        """of the newest committed step"""
+        """the totals of the newest committed step"""
         self._lock = threading.Lock()
-        """of taking it away"""
+        """for taking `late`"""
         self._diverged: TrainingDiverged | None = None
 
     @property
     def is_sound(self) -> bool:
-        """False after a loss that is not finite, or a lost peer; ask once the sums are settled."""
+        """False after a loss that is not finite, or a lost peer; read it once the sums are settled."""
         return self._diverged is None and self._end.lost is None
 
     def require_finite(self) -> None:
-        """Raises: TrainingDiverged where the loss of a committed step was not finite."""
+        """Raise TrainingDiverged where the loss of a committed step was not finite."""
         if self._diverged is not None:
             raise self._diverged
 
@@ -138,14 +138,14 @@ class StepSums:
         has_reduced: bool,
         unread: LateNumbers | None = None,
     ) -> LateTotals:
-        """Those of the step in hand are under way. Does not block.
+        """Begin the sums of the step in hand. Does not block.
 
         Args:
             own_part: this rank's part of the mean loss.
-            known_loss: stands for the mean where a peer is lost; None where no step before has one.
-            seconds: since this rank's commit before.
-            has_stepped: the optimizer has.
-            has_reduced: the gradients were summed by DDP.
+            known_loss: stands in for the mean where a peer is lost; None where no earlier step has one.
+            seconds: since this rank's previous commit.
+            has_stepped: whether the optimizer has stepped.
+            has_reduced: whether DDP has summed the gradients.
             unread: `own_part`, where the device does not have it yet.
         """
         may_be_late = self._may_be_late(has_reduced or unread is not None)
@@ -162,7 +162,7 @@ class StepSums:
         return totals
 
     def wait_for(self, totals: LateTotals) -> bool:
-        """Whether the sums of the step in hand have come; not where a peer was lost. Blocks until either is known.
+        """Return whether the sums of the step in hand have arrived; False where a peer was lost. Blocks until then.
 
         Raises: TrainingDiverged.
         """
@@ -172,12 +172,12 @@ class StepSums:
         return is_known
 
     def _may_be_late(self, stands: bool) -> bool:
-        """Whether loss and votes of the step in hand need not be known at its commit; alike on every rank."""
+        """Whether the step in hand may be committed before loss and votes are known; alike on every rank."""
         state = self._state
         is_last_of_epoch = state.samples_done + state.next_step_samples() >= state.length
         return (
             stands  # every rank has taken part in it
-            and self._step_seconds < LONG_STEP_SECONDS  # who is told to stop may not have the time for two
+            and self._step_seconds < LONG_STEP_SECONDS  # a worker told to stop may not have the time for two steps
             and not self._end.is_announced
             and not is_last_of_epoch
             and not self._is_waited_for()
@@ -192,31 +192,31 @@ class StepSums:
     # --- after it -----------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """The mean loss and the votes of the newest step, once every rank has committed it. Blocks until then, but does
+        """Take in the mean loss and the votes of the newest step. Blocks until every rank has committed it, but does
         not raise what it finds."""
         totals = self.late
         if totals is None:
             return
         is_known = self._has_come(totals)
-        if not self._claim(totals):  # another thread has given it up, and tells of the step
+        if not self._claim(totals):  # another thread has given it up, and logs the step
             return
         self._take_in(totals, is_known=is_known)
         if is_known and self._diverged is None:
             self._end.follow(totals.votes)
 
     def give_up(self) -> None:
-        """As `settle`, but waits for its own device alone: the world is over, and what has not come yet never will."""
+        """Do as `settle`, but wait for this rank's device only: the world is over, and missing sums never arrive."""
         totals = self.late
         if totals is None or not self._claim(totals):
             return
         is_known = False
         with suppress(RuntimeError):  # a peer was lost
-            # What a device has to say of a loss that is not finite may never come.
+            # What a device would report about a loss that is not finite may never arrive.
             is_known = totals.read_at_once() and (math.isfinite(totals.mean_loss) or totals.found_inf is None)
         self._take_in(totals, is_known=is_known)
 
     def _claim(self, totals: LateTotals) -> bool:
-        """Whether this thread takes them in: one does."""
+        """Return whether this thread takes them in: exactly one does."""
         with self._lock:
             if self.late is not totals:
                 return False
@@ -224,8 +224,8 @@ class StepSums:
             return True
 
     def _has_come(self, totals: LateTotals) -> bool:
-        """Waits for the sums; False where a peer was lost."""
-        self._watcher.do(Activity.REDUCE if self._world.world_size > 1 else Activity.COMPUTE)  # alone for its device
+        """Wait for the sums. Returns False where a peer was lost."""
+        self._watcher.do(Activity.REDUCE if self._world.world_size > 1 else Activity.COMPUTE)  # alone: for its device
         try:
             totals.read()
         except (RuntimeError, FormationFailed) as error:
@@ -236,7 +236,7 @@ class StepSums:
         return True
 
     def _take_in(self, totals: LateTotals, *, is_known: bool) -> None:
-        """The totals of the newest step have come, or never will."""
+        """Log the newest step: its totals have arrived, or never will."""
         if is_known and totals.has_diverged:
             self._diverged = self._divergence(totals, self._state.step)
             return

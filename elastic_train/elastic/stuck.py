@@ -1,4 +1,4 @@
-"""A line for whoever looks at a worker that stands still: for how long its training thread has, and where."""
+"""A line for the user of a worker that stands still: since when its training thread does, and at which line of code."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from elastic_train.world import World
 
 AGAIN_SECONDS = 10.0
 EARLY_SECONDS = 60.0
-"""that others have waited in a collective for a worker, which may take its time, when that is told"""
+"""for which others wait in a collective until that is reported; the worker may still have time"""
 
 
 class StuckThread:
-    """Warns once each time that this worker's training thread is at one thing of its own for longer than it may, once
-    in all where others have waited long for it, and once where all have waited for each other.
+    """Warns when this worker's training thread spends longer on code of its own than it may: once each time. Also warns
+    once if others have waited long for it, and once if all have waited for each other.
 
-    The others expel it for the former, if they wait for it. Alone it has nobody to judge it, and whoever wants to join
-    waits.
+    Other members expel it in the first case, if they wait for it. A lone worker is expelled by no other, and newcomers
+    wait for it.
 
     Args:
-        waited: for how many seconds others have been waiting in a collective, by what is heard of them.
-        where: the place in the code at which the training thread is.
-        is_inside: whether that is in a collective of the function's own, of which nobody was told.
+        waited: returns the seconds that others have been waiting in a collective, by their heartbeats.
+        where: returns the place in the code at which the training thread is.
+        is_inside: whether that is in a collective of the function's own, which the watcher does not know of.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class StuckThread:
         self._where = place_of_main_thread if where is None else where
         self._is_inside = is_main_thread_in_collective if is_inside is None else is_inside
         self._line: str | None = None
-        """what is said while it stands still"""
+        """the warning while it stands still"""
         self._said_at = 0.0
-        """seconds that it had been at it when that was said last"""
+        """seconds that it had stood still at the last report"""
         self._was_early = self._was_apart = False
 
     def look(self, world: World | None) -> str | None:
-        """From time to time, on any thread but that one; `world` is the present one. Never blocks. Returns, every
-        AGAIN_SECONDS, what those who come to the join queue meanwhile should know, too; else None."""
+        """Check the training thread, from time to time, on another thread; `world` is the present one. Never blocks.
+        Returns, every AGAIN_SECONDS, a line that nodes in the join queue should get, too; else None."""
         activity, seconds, limit = self._own.at()
         if world is None or world.is_spare or activity is not Activity.COMPUTE or seconds <= min(limit, EARLY_SECONDS):
             self._line = None
@@ -67,10 +67,10 @@ class StuckThread:
             self._tell(self._line)
         elif seconds < self._said_at + AGAIN_SECONDS:
             return None
-        if self._is_inside():  # by now; else whoever is outside would keep all waiting for ever, and none be to blame
+        if self._is_inside():  # by now; else a rank outside would keep all waiting for ever, and none would be to blame
             self._own.turn_inside()
         self._said_at = seconds
-        return self._line  # the same again, so that who has it is not told twice
+        return self._line  # unchanged, so that a node that has it is not told twice
 
     def _describe(self, world: World, seconds: float, limit: float) -> str:
         waited = self._waited(world)
@@ -80,11 +80,11 @@ class StuckThread:
         )
 
     def look_apart(self) -> None:
-        """The world is broken off and nobody to blame: tell once where this worker has waited in a collective. Never
-        blocks."""
+        """Warn once where this worker has waited in a collective, when the world is broken off and no member is to
+        blame. Never blocks."""
         activity, seconds, limit = self._own.at()
-        # Another member may have broken it off, a moment before this one would have; and who may be computing counts as
-        # outside until the peer timeout before the end of its time (`OwnHeartbeat.line`).
+        # Another member may have broken it off, a moment before this one would have. And a member that may be computing
+        # counts as outside until the peer timeout before the end of its time (`OwnHeartbeat.line`).
         are_apart = seconds > limit / 2 and self._own.seconds_all_inside > self._own.pace.peer_timeout / 2
         if self._was_apart or not activity.is_inside or not are_apart:
             return
@@ -95,18 +95,18 @@ class StuckThread:
         )
 
     def _tell(self, line: str) -> None:
-        # On a thread of its own: what the training thread waits for may be the disk that the line goes to.
+        # On a thread of its own: the training thread may be waiting for the very disk that the line goes to.
         threading.Thread(target=self._warn, args=(line,), name="stuck", daemon=True).start()
 
 
 def is_main_thread_in_collective() -> bool:
-    """Whether it is inside of a function of torch.distributed."""
+    """Whether the main thread is inside of a function of torch.distributed."""
     return any(frame.f_code.co_filename == dist.distributed_c10d.__file__ for frame in frames_of_main_thread())
 
 
 def frames_of_main_thread() -> list[FrameType]:
-    """The innermost one first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # documented, whatever its name
+    """Return the main thread's frames, the innermost one first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # documented, despite its name
     frames: list[FrameType] = []
     while frame is not None:
         frames.append(frame)
@@ -115,8 +115,8 @@ def frames_of_main_thread() -> list[FrameType]:
 
 
 def place_of_main_thread() -> str:
-    """The innermost line that the main thread is in, and before it that of the user's own code; where there is none, of
-    ours or of an installed package."""
+    """Return the main thread's innermost line, and before it that of the user's own code. Without user code, that is
+    the line of this package or of an installed one."""
     frames = frames_of_main_thread()
     if not frames:
         return "its main thread has ended"

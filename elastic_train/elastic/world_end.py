@@ -1,4 +1,4 @@
-"""What is told and voted in the steps of a world, what ends it, and whether another one is worth going on to."""
+"""The votes in the steps of a world, what ends the world, and whether another one is worth trying."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from elastic_train.training.step import Outcome, Votes
 from elastic_train.world import World
 
 MAX_FRUITLESS_WORLDS = 10
-"""worlds in a row in which no step was committed, beyond one for each member"""
+"""worlds in a row without a committed step, in addition to one for each member"""
 LOOK_SECONDS = 0.05
-"""between two looks at who is ready to join"""
+"""between two looks for nodes that are ready to join"""
 
 
 def votes_of(worker: Worker, membership: Membership) -> Votes:
-    """What this rank contributes to the decisions of the step in hand."""
+    """Return this rank's votes in the step in hand."""
     membership.note_reduction()
     told_to_stop, leaving = worker.stop.votes()
     return Votes(told_to_stop, leaving, membership.joins.vote())
 
 
 class WorldEnds(BaseException):
-    """Unwinds a training function in which all ranks have agreed to stop; no Exception, which it might catch."""
+    """Unwinds a training function when all ranks have agreed to stop. No Exception: the function might catch that."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome)
@@ -42,13 +42,13 @@ class WorldEnds(BaseException):
 
 
 class WorldEnd:
-    """What is known of the end of one world.
+    """The end of one world, as far as it is known.
 
-    A decision is taken by the votes of a step, which may come when the next step is under way. So it is done after the
-    step that is in hand then, on every rank alike; at once (`bring_forward`) where all ranks waited for the votes.
+    The votes of a step decide it, and may arrive when the next step is under way. So the decision is carried out after
+    that step, on every rank alike; at once (`bring_forward`) where all ranks waited for the votes.
 
     Args:
-        note_save_seconds: is told the sum of those votes.
+        note_save_seconds: called with the sum of the votes `save_seconds`.
     """
 
     def __init__(self, world: World, membership: Membership, note_save_seconds: Callable[[int], None]) -> None:
@@ -56,11 +56,11 @@ class WorldEnd:
         self._membership = membership
         self._note_save_seconds = note_save_seconds
         self.lost: Exception | None = None
-        """with what a collective ended between two steps, where a peer was lost"""
+        """the error of a collective between two steps, where a peer was lost"""
         self._outcome: Outcome | None = None
-        """of this world, after the step in hand"""
+        """how this world ends, after the step in hand"""
         self._next_outcome: Outcome | None = None
-        """what was decided in the last step, to be done after the one in hand"""
+        """what the last step has decided, for after the step in hand"""
 
     @property
     def is_announced(self) -> bool:
@@ -69,16 +69,16 @@ class WorldEnd:
 
     @property
     def is_due(self) -> bool:
-        """Whether the world ends with the step in hand: nobody votes in it."""
+        """Whether the world ends with the step in hand, in which no rank votes."""
         return self.lost is not None or self._outcome is not None
 
     def enter_sums(self) -> None:
-        """The sums of the step in hand are begun: what was decided in the last step is done after this one."""
+        """Note that the sums of the step in hand are begun: the last step's decision is carried out after this one."""
         self._outcome, self._next_outcome = self._next_outcome, None
 
     def follow(self, votes: Votes) -> None:
-        """Do what all have decided, after the step in hand."""
-        if self._outcome is not None:  # in the last step of a world nobody votes
+        """Note what all have decided, to be carried out after the step in hand."""
+        if self._outcome is not None:  # no votes count in the last step of a world
             return
         self._membership.joins.follow_vote(self._world, votes.joining)
         self._note_save_seconds(votes.save_seconds)
@@ -90,15 +90,15 @@ class WorldEnd:
             self._next_outcome = Outcome.SOME_LEAVE
 
     def bring_forward(self) -> None:
-        """No other step is in hand: what was decided is done now."""
+        """Carry out at once what was decided: no other step is in hand."""
         self._outcome, self._next_outcome = self._outcome or self._next_outcome, None
 
     def call_off(self) -> None:
-        """Training is finished: whatever else was asked for has come too late."""
+        """Cancel the end of the world: training is finished, so any other request came too late."""
         self._outcome = None
 
     def note_lost(self, error: Exception) -> None:
-        """It is raised when the next batch is asked for, so that what the function does after a commit is done.
+        """Note a lost peer. It is raised when the next batch is asked for, after the function's code past the commit.
 
         Raises: `error`, where it is none of the communication library.
         """
@@ -108,25 +108,25 @@ class WorldEnd:
         self._membership.watcher.announce_broken()
 
     def raise_if_lost(self) -> None:
-        """Raises the error by which a peer was lost while the function was not looking."""
+        """Raise the error of a peer that was lost while the function made no collective."""
         if self.lost is not None:
             raise self.lost
 
     def raise_if_over(self) -> None:
-        """Raises what ended the world while the function was not looking."""
+        """Raise what has ended the world meanwhile."""
         self.raise_if_lost()
         if self._outcome is not None:
             raise WorldEnds(self._outcome)
 
     def close(self) -> None:
-        """The error is let go, and with it the frames that it holds."""
+        """Drop the error, and with it the frames that it refers to."""
         self.lost = None
 
 
 def judge(error: Exception, step: int, world: World, membership: Membership) -> Failure:
-    """Find out whose error ended `step`, and announce one that is not a lost peer's to the others."""
+    """Judge whose error ended `step`. Announces it to the other members unless a lost peer caused it."""
     if isinstance(error, ElasticTrainError) and not isinstance(error, FormationFailed):
-        if isinstance(error, TrainingDiverged | UsageError):  # of all who train; a spare must not go on
+        if isinstance(error, TrainingDiverged | UsageError):  # raised on all that train; a spare must not go on
             with suppress(StoreUnreachable):
                 membership.survivors.announce_fatal(world, str(error))
         return Failure.JOB
@@ -135,20 +135,20 @@ def judge(error: Exception, step: int, world: World, membership: Membership) -> 
     try:
         verdict = membership.survivors.judge_own(kind_and_line(error), step, world)
         if verdict is Failure.OWN:
-            membership.leave(world, "error")  # so that the others do not wait for this worker
+            membership.leave(world, "error")  # so that the other members do not wait for this worker
         return verdict
-    except StoreUnreachable:  # then there is nobody to tell
+    except StoreUnreachable:  # no other member can be told
         return Failure.OWN
 
 
 class FruitlessWorlds:
-    """Counts worlds in a row that committed nothing."""
+    """Counts worlds in a row without a committed step."""
 
     def __init__(self) -> None:
         self._count, self._last_step = 0, -1
 
     def note(self, world: World, step: int, failure: str | None) -> None:
-        """A world has ended at a committed step. Raises: FormationFailed where there were too many."""
+        """Note that a world has ended at a committed step. Raises: FormationFailed where there were too many."""
         self._count = 0 if step > self._last_step or world.is_spare else self._count + 1
         self._last_step = step
         if self._count > MAX_FRUITLESS_WORLDS + world.world_size:
@@ -167,14 +167,14 @@ class MissingNodes:
     ) -> None:
         self._worker, self._membership, self._clock, self._sleep = worker, membership, clock, sleep
         self._until: float | None = None
-        """until a world trains: else who gives up first would have the others begin anew"""
+        """kept until a world trains: else the first member that gives up would make the others begin anew"""
 
     def note_training(self) -> None:
-        """There are enough."""
+        """Note that there are enough nodes."""
         self._until = None
 
     def report(self, world: World, lost: list[str]) -> None:
-        """Log the wait, which begins here unless it has; `lost`: why, in words."""
+        """Log the wait, and begin it unless it has begun. `lost` tells why, in words."""
         if self._until is None:
             self._until = self._clock() + self._worker.config.wait_timeout
         left = max(0.0, self._until - self._clock())
@@ -183,14 +183,14 @@ class MissingNodes:
         self._worker.state.clock.count_nodes(world.num_nodes)
 
     def wait(self, world: World) -> bool:
-        """Until some are ready to be admitted, and whether they are. Else this world is begun as it is, by a member
-        that was ahead by the last step.
+        """Wait until nodes can be admitted, and return True. Returns False where this world begins as it is: a member
+        that is ahead by the last step has begun it.
 
         Raises:
-            Stopped: told to stop. FormationFailed: none came before the deadline. What ended the watcher's thread.
+            Stopped: told to stop. FormationFailed: no node came in time. The error that ended the watcher thread.
         """
         membership = self._membership
-        membership.watcher.expect(world)  # what ended the world before is over; its rank 0 can be found
+        membership.watcher.expect(world)  # the end of the previous world is past; this one's rank 0 can be found
         while True:
             self._worker.stop.check()
             membership.watcher.thread.check()
