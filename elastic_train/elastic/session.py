@@ -239,7 +239,7 @@ class Training:
         self._steps.ask(looks=not self._end.is_due)  # else members that left may have aborted the group
         self._end.raise_if_lost()
         state, saver = self.state, self._saver
-        if not is_saved_later and (saver.owes_best(state) or self._saved_step != state.step):  # keep() before a commit
+        if not is_saved_later and (saver.owes_best(state) or self._saved_step != state.step):  # keep() may come later
             self._saved_step = state.step
             if saver.is_due(state):
                 self._sums.settle()  # a put-off snapshot makes this rank alone settle, so errors are raised later

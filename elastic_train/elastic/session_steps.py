@@ -112,7 +112,7 @@ class SessionSteps:
 
     @property
     def seconds_since_commit(self) -> float:
-        """Since this rank's commit before the step in hand, or since its world began."""
+        """Seconds since this rank's commit before the step in hand, or since its world began."""
         return time.monotonic() - self._committed_at
 
     def required(self) -> StepInHand:

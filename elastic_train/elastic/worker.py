@@ -305,7 +305,7 @@ def warn_of_flags(config: Config, launch: Launch, task: Task, length: int, repor
 
 
 def make_task(config: Config) -> Task:
-    """The task of the flags. Raises: UsageError, DatasetMissing, or whatever the user's own task raises."""
+    """Return the task of the flags. Raises: UsageError, DatasetMissing, or any error of the user's own task."""
     if config.task is not None:
         return make_own_task(load_task(config.task), config.own_flags)
     if config.download:
