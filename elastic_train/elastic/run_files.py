@@ -93,18 +93,18 @@ class RunFiles:
             self._bucket.owner.raise_if_lost()
 
     def leave_bucket(self, world: World) -> None:
-        """Release the bucket after all have ended and saved: the next job need not wait."""
+        """Report in the bucket that the job has ended, after all have saved: the next job need not wait."""
         if self._bucket is not None and world.rank == 0:
             self._bucket.owner.leave()
 
     def leave_bucket_alone(self, world: World) -> None:
-        """Release the bucket where other nodes may go on or end: the last one that ends is right. Members that go on
-        take it again with their next world, which they form as this worker leaves."""
+        """Do the same where it is unknown which other nodes end: the last report is right. Members that go on take the
+        bucket again with their next world, which they form as this worker leaves."""
         if self._bucket is not None and world.is_first_of_node:
             self._bucket.owner.leave()
 
     def leave_bucket_between_worlds(self, world: World) -> None:
-        """Release the bucket between two worlds only if there are no other nodes: their next world may take long."""
+        """Do the same between two worlds, but only without other nodes: their next world may take long."""
         if world.num_nodes == 1:
             self.leave_bucket_alone(world)
 

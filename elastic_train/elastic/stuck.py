@@ -1,4 +1,4 @@
-"""A line for the user of a worker that stands still: since when its training thread does, and at which line of code."""
+"""A line for the user of a worker that stands still: for how long, and at which line of code its main thread is."""
 
 from __future__ import annotations
 
