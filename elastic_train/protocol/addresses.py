@@ -168,8 +168,8 @@ class OwnEndpoints:
         self._hosts, self._is_host, self._clock = hosts, is_host, clock
         self._found: dict[int, tuple[float, bool]] = {}
         """by number, with when its name was looked up"""
-        self.sharing = ""
-        """the other machines that the name of the first one leads to, where it leads to this one as well"""
+        self.sharing: dict[int, str] = {}
+        """by number: the other machines that its name leads to, where it leads to this one as well"""
 
     def has(self, number: int) -> bool:
         """Blocks as `look_up`. The first one only where it is no other machine's: each of them would begin a job."""
@@ -178,8 +178,7 @@ class OwnEndpoints:
         looked_at, found = self._found.get(number, (-math.inf, False))
         if self._clock() - looked_at > NAME_SECONDS:
             own, others = own_and_others(self._hosts[number])
-            if number == 0:
-                self.sharing = ", ".join(others) if own else ""
+            self.sharing[number] = ", ".join(others) if own else ""
             found = bool(own) and not (number == 0 and others)
             self._found[number] = self._clock(), found
         return found

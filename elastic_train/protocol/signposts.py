@@ -348,10 +348,10 @@ class Signposts:
         return found
 
     def describe(self) -> str:
-        if not self._own.sharing:
+        if not (sharing := self._own.sharing.get(0)):
             return self._list
         return (
-            f"{self._list} (no node begins it: the first name leads to other machines, too, {self._own.sharing}; list "
+            f"{self._list} (no node begins it: the first name leads to other machines, too, {sharing}; list "
             "the machines one by one, or give one of them is_host=true in --rdzv-conf)"
         )
 
@@ -366,8 +366,8 @@ class Signposts:
         """Whether this process serves an endpoint, from now on perhaps."""
         if number in self._servers:
             return True
-        if not self._own.has(number):
-            return False
+        if not self._own.has(number) or (number > 0 and self._own.sharing[number] and self._sign is None):
+            return False  # of several machines of one name newcomers ask the first that answers: it must show a sign
         server = serve(*self._endpoints[number])
         self._is_taken = server is None if number == 0 else self._is_taken
         if server is None:

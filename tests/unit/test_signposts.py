@@ -1041,6 +1041,29 @@ def test_who_is_told_to_begin_does_so_by_a_name_of_several_machines(clock: Clock
     posts.close()
 
 
+def test_a_further_name_of_several_machines_is_served_by_who_has_a_sign_to_show(
+    make: Make, clock: Clock, port: int, names: NameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newcomers would find an endpoint without a sign, at a member of rank 3 or at another newcomer."""
+    monkeypatch.setattr(signposts, "KEEP_SECONDS", 0.02)
+    names.ips = ["127.0.0.1", "192.0.2.1"]
+    endpoints = [("localhost", free_port()), ("job.test", port)]
+    member, newcomer, first = (
+        Signposts(endpoints, "run", is_host=False, timeout=PATIENCE, clock=clock) for _ in range(3)
+    )
+    member.keep(has_world=True)
+    newcomer.keep(has_world=False)
+    for posts in (member, newcomer):
+        until(lambda: 1 in posts._own._found)  # noqa: B023
+        with posts._lock:  # its turn is over
+            assert is_free(port)
+    first.show([A], "token")
+    until(lambda: look(newcomer, clock) == (A,))
+    assert sorted(map(list, (first._servers, member._servers, newcomer._servers))) == [[], [], [1]]
+    for posts in (member, newcomer, first):
+        posts.close()
+
+
 def test_addresses_that_cannot_be_bound_are_no_other_machines_for_that(names: NameServer) -> None:
     """A name server of the machine's own gives all of its addresses, link-local ones without their interface; a name
     may have one of IPv6 where that is turned off."""
