@@ -1,12 +1,12 @@
-"""How a worker comes into a job: it finds the members, stands in the join queue, or begins the job.
+"""How a worker enters a job: it finds the members and stands in the join queue, or it begins the job.
 
-A worker that has imported, built its model and read its data stands in the queue: it is ready. A node is ready when all
-its workers are, and is admitted with all of them or not at all. A worker that was left out alone comes back to the
-workers of its node that were not.
+A worker enters the queue when it is ready: it has imported, built its model and read its data. A node is ready when all
+its workers are ready, and it is admitted with all of them or not at all. If one worker of a node was left out, it comes
+back to the workers of that node that train on.
 
-Where members serve a store each, the queue is in that of the world's rank 0, before any world in that of the
-**beginner**, the process that serves the first endpoint. A store says in `host` where the queue is, as far as its
-member knows.
+Each worker serves a store. The queue is in the store of rank 0. Before the first world it is in the store of the
+**beginner**, the process that serves the first endpoint. The key `host` of each store has the address of the queue's
+store, as far as that worker knows it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from elastic_train.world import Address, Member, World, from_json, to_json
 
 @dataclass(frozen=True)
 class Waiting:
-    """A worker that is ready."""
+    """A worker in the join queue."""
 
     member: Member
     local_world_size: int
-    """how many workers its node has"""
+    """number of workers of its node"""
     order: int = 0
-    """its rank, where a launcher has given one"""
+    """its rank, if a launcher has given one"""
 
     def to_json(self) -> str:
         return to_json(self)
 
     @staticmethod
     def from_json(text: str) -> Waiting | None:
-        """None where another version of this package has written it."""
+        """Return None if another version of this package has written the text."""
         try:
             return from_json(Waiting, text)
         except (ValueError, KeyError, TypeError):
@@ -48,11 +48,11 @@ class Waiting:
 
 
 def ready_nodes(waiting: Iterable[Waiting], inside: Collection[Member]) -> list[tuple[Member, ...]]:
-    """The nodes all of whose workers wait, or are in already, each with those that wait by local rank; in the order of
-    `waiting`.
+    """Return the nodes of which each worker waits or is a member already, in the order of `waiting`. A node is the
+    tuple of its waiting workers, by local rank.
 
     Args:
-        inside: the members of the present world, who may not have left the queue yet.
+        inside: the members of the present world. They may still stand in the queue.
     """
     uids = {member.uid for member in inside}
     nodes: dict[object, dict[int, Waiting]] = {}
@@ -70,7 +70,7 @@ def ready_nodes(waiting: Iterable[Waiting], inside: Collection[Member]) -> list[
 
 
 def fitting_nodes(nodes: Iterable[tuple[Member, ...]], agreement: str | None) -> list[tuple[Member, ...]]:
-    """Those of whose workers each agrees with what the job has agreed on (JSON), where it has."""
+    """Return the nodes whose workers are all compatible with the job's fingerprint (JSON); all nodes if it has none."""
     reference = None if agreement is None else json.loads(agreement)
     if reference is None:
         return list(nodes)
@@ -78,14 +78,14 @@ def fitting_nodes(nodes: Iterable[tuple[Member, ...]], agreement: str | None) ->
 
 
 def without_nodes_of(gone: Iterable[Member], members: Sequence[Member]) -> tuple[Member, ...]:
-    """Those of `members` on whose nodes none of `gone` is: a node takes part with all of its workers or not at all."""
+    """Return the `members` whose nodes have lost no worker: a node takes part with all of its workers or not at all."""
     nodes = {member.node for member in gone}
     return tuple(member for member in members if member.node not in nodes)
 
 
 def by_newest(nodes: Sequence[tuple[Member, ...]]) -> list[tuple[Member, ...]]:
-    """Nodes in the order of a first world: who sees the furthest snapshot leads it, and is never a spare. Nodes that
-    were apart have counted their generations apart; of others who is a generation further has no fewer steps."""
+    """Return the nodes in the order of a first world: those whose newest snapshot has most steps lead it, and are no
+    spares. Generations only break ties, for nodes that were apart have counted them apart."""
 
     def furthest(node: tuple[Member, ...]) -> tuple[int, int]:
         return max((member.newest or (-1, -1))[::-1] for member in node)
@@ -94,50 +94,50 @@ def by_newest(nodes: Sequence[tuple[Member, ...]]) -> list[tuple[Member, ...]]:
 
 
 def stores_by_node(world: World) -> list[Address]:
-    """Of its members, the first of each node."""
+    """Return the stores of the first member of each node, by rank."""
     firsts = {member.node: member.store for member in reversed(world.members)}
     return [store for store in reversed(firsts.values()) if store]
 
 
 def is_start_due(num_ready: int, *, min_nodes: int, max_nodes: int, seconds_enough: float, last_call: float) -> bool:
-    """Whether the first world is to be formed now.
+    """Return whether the first world is to form now.
 
     Args:
-        seconds_enough: for how long there have been `min_nodes`.
-        last_call: seconds that more nodes are waited for then.
+        seconds_enough: for how long at least `min_nodes` have been ready.
+        last_call: how many seconds the beginner waits for more nodes after that.
     """
     return num_ready >= max_nodes or (num_ready >= min_nodes and seconds_enough >= last_call)
 
 
 UNCALLED_SECONDS = 2.0
-"""that the host of a beginning waits for a running job to call; its rank 0 looks at the endpoints twice a second"""
+"""that the beginner waits for the sign of a running job, whose rank 0 looks at the endpoints twice a second"""
 QUEUE_AGAIN_SECONDS = 3.0
-"""after which a newcomer queues again: it may have been dropped for a probe that was lost"""
+"""after which a newcomer enters the queue again: the host may have dropped it for a lost probe"""
 MOST_FOLLOWED = 2 * MOST_KNOWN
-"""stores that a newcomer asks in one look for a queue; each that is silent takes half a second"""
+"""stores that a newcomer asks in one search for the queue; a silent one takes half a second"""
 CHECK_SECONDS = 0.3
-"""between two looks of a newcomer at the host of its queue"""
+"""between two questions of a newcomer to the host of its queue"""
 
 
 @dataclass
 class _Host:
-    """Where this newcomer stands in the queue."""
+    """The worker whose store has the queue in which this newcomer stands."""
 
     address: Address
     store: KeyValueStore
     checked_at: float
     queued_at: float | None = None
     rests: bool = False
-    """whether its members have yet to agree on a world"""
+    """whether its members have yet to agree on a world, or it begins none because another job may run"""
 
 
 class Entrance:
-    """One worker's way into the job, and the queue of others that it hosts.
+    """One worker's way into the job, and the join queue while this worker hosts it.
 
     Args:
-        begin: makes the first world of some members, by order of rank.
-        refused: which of some members are gone, by one probe each.
-        probe_all: whether anybody listens at some addresses.
+        begin: makes the first world of the given members, in the order of their ranks.
+        refused: returns the members that are gone, by one probe each.
+        probe_all: probes addresses, as `probes.probe_all`.
         knows: stores of members of the job that this worker was in before.
     """
 
@@ -160,26 +160,26 @@ class Entrance:
         self._refused, self._begin, self._clock, self._probe_all = refused, begin, clock, probe_all
         self._known = KnownJob(tuple(knows[:MOST_KNOWN]), clock()) if knows else None
         self._judged_at, self.holds_back = -math.inf, False
-        """when it was last asked whether the job that this worker knows may run, for which it holds back; the answer"""
+        """when this worker last checked whether the job that it knows may run; whether it begins none because of it"""
         self._host: _Host | None = None
         self._beginner_since: float | None = None
         self._enough_since: float | None = None
         self._num_seen = 0
         self._missing: dict[int, float] = {}
-        """numbers below that were drawn and not written yet, and until when they are looked for"""
+        """numbers up to `_num_seen` whose entry is not written yet, each with the time until which it is awaited"""
         self._queue: dict[str, Waiting] = {}
         self.is_first = True
-        """whether no world was there when the queue was found"""
+        """whether there was no world when this worker found the queue"""
 
     @property
     def host_store(self) -> KeyValueStore | None:
-        """Of the host of the queue; None where none is known."""
+        """The store of the host of the queue; None if no host is known."""
         return None if self._host is None else self._host.store
 
     def find(self) -> bool:
-        """Look once for the host of the queue, or become it; whether there is one.
+        """Look once for the host of the queue, or become the host. Return whether there is one.
 
-        Raises: ElasticTrainError where there never will be.
+        Raises: ElasticTrainError if there never will be.
         """
         if self._host is not None or self._find_other():
             return True
@@ -192,8 +192,8 @@ class Entrance:
         return False
 
     def _find_other(self) -> bool:
-        """Whether a sign leads to a host that is not this process; from now on it is the one. One whose members have
-        yet to agree on a world is only where there is no other: they may never, while another side trains."""
+        """Look for a host other than this process, by the signs, and adopt it. Return whether there is one. A host that
+        `rests` is adopted only if there is no other: its members may never agree, while another side trains."""
         resting: list[_Host] = []
         for address in self._finder.addresses()[:MOST_FOLLOWED]:
             if address == self._address:
@@ -224,7 +224,7 @@ class Entrance:
         self._known, self._judged_at = KnownJob(tuple(stores[:MOST_KNOWN]), self._clock()), -math.inf
 
     def _follow(self, address: Address) -> _Host | None:
-        """The host that the store at `address` names, if it says so too."""
+        """Return the host that the store at `address` names, if the host's own store names it as well."""
         for _ in range(2):
             store = self._own if address == self._address else self._clients.at(address)
             text, run_id, rests = store.get_many(["host", "run_id", "rests"])
@@ -237,7 +237,7 @@ class Entrance:
         return None
 
     def look(self, mine: Waiting) -> str:
-        """Stand in the queue, and begin the job where this worker may; what it waits for. Blocks for short timeouts."""
+        """Stand in the queue; begin the job if this worker may. Return what it waits for. Blocks for short timeouts."""
         host, now = self._host, self._clock()
         if host is not None and now >= host.checked_at + CHECK_SECONDS:
             host.checked_at = now
@@ -249,14 +249,14 @@ class Entrance:
                     self._own.create("admitted", told)
                 if members is not None:
                     self._note_job(stores_in(members))
-                if over is not None:  # the host tells each newcomer once, and may not have reached this one
+                if over is not None:  # the host tells each newcomer only once, which may have failed
                     self._own.put("over", over)
             except StoreUnreachable:
                 is_host = False
             if not is_host:
                 self.forget_host()
             elif self._beginner_since is not None and not self._find_other() and not self._finder.is_beginner():
-                self.forget_host()  # a running job has called, and cannot be reached
+                self.forget_host()  # a running job has left its sign, and cannot be reached
         if not self.find():
             return f"waiting for the job at {self._finder.describe()}"
         self._enqueue(mine)
@@ -265,15 +265,15 @@ class Entrance:
         return self._describe()
 
     def host_meanwhile(self, headless: World, present: Callable[[], World | None]) -> None:
-        """Until there is another rank 0, which may take long: a host that comes back must not begin anew."""
+        """Host the queue until there is another rank 0, which may take long: a node that comes back must not begin."""
         self._own.put("host", json.dumps(headless.me.store))
         shown = headless
         while (world := present()) is not None and world is not shown:
-            shown = world  # the training thread has entered it meanwhile, and perhaps said so before
+            shown = world  # the training thread has entered it meanwhile, and may have put its host before
             self._own.put("host", json.dumps(world.members[0].store))
 
     def forget_host(self) -> None:
-        """It does not answer, or is the host no more."""
+        """Forget the host: its store does not answer, or has the queue no more."""
         self._host = self._beginner_since = self._enough_since = None
         self._own.put("host", "")
 
@@ -294,11 +294,11 @@ class Entrance:
             self.forget_host()
 
     def leave(self) -> None:
-        """This worker has a world, or ends."""
+        """Leave the queue: this worker has a world, or ends."""
         self._host = self._beginner_since = None
 
     def queue(self) -> list[Waiting]:
-        """Those in the queue that this member hosts."""
+        """Return the workers in the queue that this member hosts."""
         count, now = int(self._own.get("queue/count") or "0"), self._clock()
         for number in range(self._num_seen + 1, count + 1):
             self._missing[number] = now + QUEUE_AGAIN_SECONDS
@@ -307,16 +307,16 @@ class Entrance:
         for number, text in zip(numbers, self._own.get_many([f"queue/{n}" for n in numbers]), strict=True):
             if text is not None:
                 waiting = Waiting.from_json(text)
-                if waiting is not None:  # else that worker finds out by the agreement that it is of another version
+                if waiting is not None:  # else that worker learns from the fingerprint that it is of another version
                     self._queue[waiting.member.uid] = waiting
                 self._own.delete(f"queue/{number}")
-            elif now <= self._missing.get(number, now):  # its writer may be about to, or has come again
+            elif now <= self._missing.get(number, now):  # its newcomer may still write it; later it has queued again
                 continue
-            self._missing.pop(number, None)  # another thread may have
+            self._missing.pop(number, None)  # another thread may have removed it
         return list(self._queue.values())
 
     def drop(self, members: Sequence[Member]) -> None:
-        """Those in the queue are gone, or in a world."""
+        """Remove members from the queue: they are gone, or in a world."""
         for member in members:
             self._queue.pop(member.uid, None)
 
@@ -354,7 +354,7 @@ class Entrance:
                 return
         if size.fixed is None:
             found = by_newest(ready_nodes(waiting, ()))[: size.max_nodes]
-        else:  # its workers may know of nothing but their ranks
+        else:  # these workers may know nothing but their ranks
             found = by_newest([(one.member,) for one in waiting])
         members = tuple(member for node in found for member in node)
         gone = self._refused(members)
@@ -362,17 +362,17 @@ class Entrance:
             self.drop(gone)
             return
         if self._may_another_run() if size.fixed is None else len(members) > size.fixed:
-            return  # it has called meanwhile; or, of two workers of one rank, one is not of this world
+            return  # a running job has called meanwhile; or two workers have one rank, and one is of another world
         self._begin(members)
         self.drop(members)
 
     def _may_another_run(self) -> bool:
-        """Whether a job may run that this worker was in, has waited for, or is called by at this moment."""
+        """Return whether a job may run that this worker was in, has waited for, or has a sign of at this moment."""
         now = self._clock()
         try:
             called_by = self._finder.called_by()[:MOST_KNOWN]
         except StoreUnreachable:
-            return True  # a call may be there
+            return True  # there may be a sign
         if called_by and (self._known is None or self._known.stores != tuple(called_by)):
             self._note_job(called_by)
         known = self._known
@@ -384,11 +384,11 @@ class Entrance:
 
 
 def admitted_key(uid: str) -> str:
-    """Of what a newcomer is to be told, in the store of who could not reach it."""
+    """Return the key of a newcomer's first world, in the store of a member that could not reach it."""
     return f"admitted/{uid}"
 
 
 def address_of(text: str) -> Address:
-    """What a store says in `host`."""
+    """Return the address in a value of the key `host`."""
     host, port = json.loads(text)
     return str(host), int(port)

@@ -1,4 +1,4 @@
-"""A job that a worker without a world knows of, and whether it is gone: before that, who knows it begins no other."""
+"""A running job that a worker without a world knows of. The worker begins no other job before this one is gone."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from elastic_train.protocol.store import Clients
 from elastic_train.world import Address
 
 MOST_KNOWN = 16
-"""of its stores"""
+"""stores of its members, one of each node"""
 Probes = Callable[[Sequence[Address]], Sequence[Probe]]
 
 
 @dataclass
 class KnownJob:
-    """What is known of it."""
+    """The stores of a job, and when one of them last answered."""
 
     stores: tuple[Address, ...]
-    """of members, rank 0's first"""
+    """of members, that of rank 0 first"""
     heard_at: float
-    """when any of them was last heard of, by the monotonic clock"""
+    """when it was noted, or a store last answered as that of a member; by the monotonic clock"""
 
     def is_gone(self, clients: Clients, run_id: str, probe_all: Probes, now: float, silence: float) -> bool:
-        """Whether nobody is in it any more: nobody listens at any of its stores, or who does is in no world. Who says
-        nothing may train on, until that is so for `silence` seconds. Blocks for short timeouts."""
+        """Return whether the job has ended: each of its stores refuses connections, or is not that of a worker in a
+        world. A store that does not answer counts as alive for `silence` seconds. Blocks for short timeouts."""
         found = probe_all(self.stores)
         is_silent = Probe.SILENT in found
         for store, answer in zip(self.stores, found, strict=True):

@@ -1,4 +1,4 @@
-"""Whether anybody listens at a member's address: what one connection attempt tells."""
+"""Probes: one connection attempt each, which tells whether a process listens at an address."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ PROBE_SECONDS = 0.5
 
 
 class Probe(StrEnum):
-    """What a connection attempt to a member's listener told."""
+    """The result of a connection attempt to the listener of a member."""
 
     ACCEPTED = "accepted"
     REFUSED = "refused"
-    """its host answers and nobody listens: the process is gone"""
+    """its host answers, and no process listens there: the member is gone"""
     SILENT = "silent"
-    """no answer: a dead host, a cut cable, a firewall; proves nothing"""
+    """no answer: a dead host, a cut cable or a firewall; it proves nothing"""
 
 
 def probe(address: Address, timeout: float = PROBE_SECONDS) -> Probe:
-    """Try to connect. Blocks up to `timeout` seconds."""
+    """Try to connect to `address`. Blocks up to `timeout` seconds."""
     try:
         with socket.create_connection(address, timeout):
             return Probe.ACCEPTED
@@ -35,13 +35,13 @@ def probe(address: Address, timeout: float = PROBE_SECONDS) -> Probe:
 
 
 def refusing(members: Sequence[Member]) -> list[Member]:
-    """Those at whose address nobody listens: their processes are gone. Blocks up to PROBE_SECONDS."""
+    """Return the members whose address refuses connections: their processes are gone. Blocks as `probe_all`."""
     found = probe_all([member.address for member in members])
     return [member for member, answer in zip(members, found, strict=True) if answer is Probe.REFUSED]
 
 
 def probe_all(addresses: Sequence[Address], timeout: float = PROBE_SECONDS) -> list[Probe]:
-    """All at once. Blocks up to `timeout` seconds, twice as long where a name has several addresses."""
+    """Probe all addresses at once. Blocks up to `timeout` seconds, twice that where a name has several IP addresses."""
     results = [Probe.SILENT] * len(addresses)
 
     def look(index: int) -> None:
@@ -57,8 +57,8 @@ def probe_all(addresses: Sequence[Address], timeout: float = PROBE_SECONDS) -> l
 
 
 def first_accepting(ips: Sequence[str], port: int, timeout: float) -> str:
-    """The first of some IP addresses where somebody accepts connections. Blocks up to `timeout` seconds for each.
-    Raises OSError where nobody does."""
+    """Return the first of some IP addresses that accepts a connection. Blocks up to `timeout` seconds for each.
+    Raises OSError if none does."""
     for number, ip in enumerate(ips, 1):
         try:
             socket.create_connection((ip, port), timeout).close()
