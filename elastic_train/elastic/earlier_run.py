@@ -30,11 +30,13 @@ from elastic_train.elastic.world_report import new_incident
 from elastic_train.errors import FormationFailed, ObjectStoreError, SnapshotsInUse
 from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.rendezvous.launch import max_nodes_of
-from elastic_train.runlog.goodput import process_identity, seconds_since_process_start
+from elastic_train.runlog.event_types import LEFT_OUT, Started
+from elastic_train.runlog.goodput import process_start_ticks, seconds_since_process_start
 from elastic_train.storage.bucket_owner import BucketRecord
 from elastic_train.storage.past_snapshots import NOTHING_SEEN, PastSnapshots, read_past_snapshots
 from elastic_train.storage.run_record import RUN_FILE, RunRecord, parted, read_record
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, set_aside
+from elastic_train.system import pid_namespace
 from elastic_train.training import determinism
 from elastic_train.training.collectives import barrier, gather_json
 from elastic_train.training.state import TrainState
@@ -73,17 +75,19 @@ class EarlierRun:
         # A worker that joins members with a state needs nothing from a bucket, which may be unreachable just now.
         self._look(is_needed=self._back is None and membership.published("run_uid") is None)
         worker.reporter.events.write(
-            "start",
-            config=config_of(worker),
-            versions=versions(),
-            device=str(worker.device),
-            **({"gpu": torch.cuda.get_device_name(worker.device)} if worker.device.type == "cuda" else {}),
-            task=worker.task.describe(),
-            max_nodes=max_nodes_of(launch, os.environ),
-            **process_identity(),
-            **({} if self._back is None else {"was": self._back.uid}),
-            **({} if self._fresh_record is None else {"is_anew": True}),
-            seconds=startup_seconds(worker),
+            Started(
+                config=config_of(worker),
+                versions=versions(),
+                device=str(worker.device),
+                gpu=torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else LEFT_OUT,
+                task=worker.task.describe(),
+                max_nodes=max_nodes_of(launch, os.environ),
+                started_ticks=process_start_ticks(),
+                pid_namespace=pid_namespace(),
+                was=LEFT_OUT if self._back is None else self._back.uid,
+                is_anew=LEFT_OUT if self._fresh_record is None else True,
+                seconds=startup_seconds(worker),
+            )
         )
         seen = [self._traces.generation, *(offer.generation for offer in self._offers)]
         seen += [] if self._owner is None else [self._owner.generation]

@@ -32,6 +32,7 @@ from elastic_train.errors import (
 from elastic_train.observe.reporting import Reporter
 from elastic_train.protocol.probes import Probe, probe
 from elastic_train.rules import Activity, Failure
+from elastic_train.runlog.event_types import LEFT_OUT, Done, NoticeChanged, Outcome, StoppedBySignal, Warned
 from elastic_train.runlog.goodput import Phase
 from elastic_train.stopping import StopSignal
 from elastic_train.training.collectives import GROUP_TIMEOUT, barrier
@@ -58,7 +59,7 @@ class Exits:
         self._worker, self._membership, self._files = worker, membership, files
         self._saver, self._trainer = saver, trainer
 
-    def finish(self, world: World, outcome: str, *, is_saved: bool) -> int:
+    def finish(self, world: World, outcome: Outcome, *, is_saved: bool) -> int:
         """Finish: write the last snapshot and result.json, and release the waiting agents. Every rank calls this."""
         worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
         state.clock.enter(Phase.FORM)
@@ -77,7 +78,7 @@ class Exits:
         self._membership.barriers.end_together(world)
         worker.reach("exit", world)
         unsaved = self._saver.unsaved(state)
-        reporter.events.write("done", outcome=outcome, **({"unsaved": True} if unsaved else {}))
+        reporter.events.write(Done(outcome=outcome, unsaved=True if unsaved else LEFT_OUT))
         measured = "".join(f", test {name} {value}" for name, value in main_metrics(state.test_metrics).items())
         reporter.report_for_node(f"{outcome.replace('_', ' ')} at step {state.step}{unsaved}")
         if outcome == "already_finished":
@@ -99,7 +100,7 @@ class Exits:
         self._membership.watcher.leave()
         if world.is_directory_leader:
             save_result(self._worker, result.encode())
-        self._worker.reporter.events.write("done", outcome="finished")
+        self._worker.reporter.events.write(Done(outcome="finished"))
         path = self._worker.directory.result_path
         self._worker.reporter.log(f"the run is finished; this spare was not needed; {path}")
         return 0
@@ -155,7 +156,7 @@ class Exits:
         with suppress(OwnershipLost):  # the other members may be a generation further
             self._saver.wait()
         self._write_why()
-        worker.reporter.events.write("done", outcome="stopped")
+        worker.reporter.events.write(Done(outcome="stopped"))
         what = "a spare" if world.is_spare else f"rank {world.rank}"
         worker.reporter.log(f"{what} leaves at step {worker.state.step}; the others go on")
         return 128 + worker.stop.cause
@@ -180,9 +181,9 @@ class Exits:
 
     def _say_stopped(self, save_seconds: float) -> int:
         worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
-        self._write_why(save_seconds=save_seconds)
+        self._write_why(save_seconds)
         what, unsaved = f"stopped by {worker.stop.why}", self._saver.unsaved(state)
-        reporter.events.write("done", outcome="stopped", **({"unsaved": True} if unsaved else {}))
+        reporter.events.write(Done(outcome="stopped", unsaved=True if unsaved else LEFT_OUT))
         reporter.report_for_node(f"{what} at step {state.step}{unsaved}")
         reporter.report(
             f"{what} at step {state.step} ({_place_of(state)}){unsaved}; the same command continues from "
@@ -190,14 +191,15 @@ class Exits:
         )
         return UNSAVED if unsaved else 128 + worker.stop.cause
 
-    def _write_why(self, **fields: float) -> None:
+    def _write_why(self, save_seconds: float = LEFT_OUT) -> None:
         """Write the signal or the notice by which this worker ends, and how many seconds it had left."""
         reporter, notice = self._worker.reporter, self._worker.stop.notice
         if notice is None:
-            reporter.events.write("signal", signal=self._worker.stop.cause.name)
+            reporter.events.write(StoppedBySignal(signal=self._worker.stop.cause.name))
             return
         left = None if notice.deadline is None else notice.deadline - time.time()
-        reporter.events.write("notice", state="left", seconds_left=left, **notice.to_fields(), **fields)
+        told = notice.to_fields()
+        reporter.events.write(NoticeChanged(state="left", seconds_left=left, **told, save_seconds=save_seconds))
         if left is not None and left < 0:
             reporter.warn(f"this node's deadline was {-left:.1f} s ago, by its own clock ({notice.described})")
 
@@ -225,18 +227,15 @@ class Exits:
         membership.watcher.leave()
         membership.job.stand_down()  # first: the rest may take time
         saved = self._save_before_return(world) if world is not None and has_state else ""
-        discarded: dict[str, Any] = {}
+        discarded: Any = LEFT_OUT
         if isinstance(error, Superseded) and has_state and state.branches != error.winner.branches:
             discarded = _discarded(worker, error.winner)
             saved += f"; discarded: {discarded['what']}"
         who = f"{worker.host}/{worker.launch.local_rank}/{os.getpid()}, {membership.uid}"
         place = "" if world is None else f", rank {world.rank} of generation {world.generation}"
-        worker.reporter.warn(
-            f"{error}; it was {who}{place}, and comes back as a newcomer{saved}",
-            was=membership.uid,
-            **worker.reporter.void_commits(state),
-            **({"discarded": discarded} if discarded else {}),
-        )
+        message = f"{error}; it was {who}{place}, and comes back as a newcomer{saved}"
+        void = worker.reporter.void_commits(state) or LEFT_OUT
+        worker.reporter.warn(Warned(message=message, was=membership.uid, void=void, discarded=discarded))
         worker.reporter.leave()
         self._files.release()
         if state.generation is not None:  # else its time is in no run's totals, and counts if it begins a run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elastic_train.elastic.worker import Worker
+from elastic_train.runlog.event_types import LedgerRepaired
 from elastic_train.runlog.ledger_ends import newest_steps, unfinished
 from elastic_train.training.batches import RunSampler
 from elastic_train.training.collectives import gather_json
@@ -27,7 +28,7 @@ def write_lines_again(worker: Worker, world: World) -> None:
         return
     reporter.events.enter(world)  # no later start may take this generation for a new one
     reporter.events.step = state.step
-    reporter.events.write("ledger", steps=steps)
+    reporter.events.write(LedgerRepaired(steps=steps))
     sampler = RunSampler(state, world, worker.config)
     for step in steps:
         micro_batches = sampler.of_step(step)

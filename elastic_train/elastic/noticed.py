@@ -16,6 +16,7 @@ from elastic_train.notices.own_sources import AfterOthers, Relay
 from elastic_train.notices.watcher import NoticeWatcher, source_of
 from elastic_train.preemption import SAVE_SOONER, Fit, PreemptionNotice, fit_of, given_seconds, notices_flag
 from elastic_train.rendezvous.command_line import agent_above
+from elastic_train.runlog.event_types import NoticeChanged
 from elastic_train.storage.shares import LEAST_BYTES
 from elastic_train.storage.snapshot import SnapshotResult
 from elastic_train.wording import duration, human_bytes
@@ -116,7 +117,7 @@ class Noticed:
         if not self._is_first():
             return
         self._worker.reporter.events.is_noticed = True
-        self._worker.reporter.events.write("notice", state="given", **notice.to_fields())
+        self._worker.reporter.events.write(NoticeChanged(state="given", **notice.to_fields()))
         when = "" if notice.deadline is None else f" in {duration(max(0.0, notice.deadline - time.time()))}"
         leaves = "at once" if notice.deadline is None else "before"
         what = f"is taken away{when}, and leaves {leaves}" if notice.is_certain else f"may be taken away{when}"
@@ -134,7 +135,7 @@ class Noticed:
             self._pass_on(None)
         if self._is_first():
             self._worker.reporter.events.is_noticed = False
-            self._worker.reporter.events.write("notice", state="withdrawn", **notice.to_fields())
+            self._worker.reporter.events.write(NoticeChanged(state="withdrawn", **notice.to_fields()))
             goes_on = "training goes on, unless all nodes stop with the step in hand"
             what = goes_on if is_in_time else "too late: this node leaves"
             self._worker.reporter.log(f"notice withdrawn: {notice.host} ({notice.described}); {what}")

@@ -27,6 +27,7 @@ from elastic_train.errors import (
     TaskMismatch,
 )
 from elastic_train.rules import disagreement, freshest
+from elastic_train.runlog.event_types import Source
 from elastic_train.storage.past_snapshots import PastSnapshots, require_none_written
 from elastic_train.storage.run_record import (
     Choice,
@@ -50,8 +51,7 @@ Warn = Callable[[str], None]
 class Restored:
     """What a world started from."""
 
-    source: str
-    """`scratch`, `snapshot` or `peer`"""
+    source: Source
     step: int
     from_rank: int
 

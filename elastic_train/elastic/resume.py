@@ -24,6 +24,7 @@ from elastic_train.elastic.world_report import WorldReport
 from elastic_train.errors import SnapshotError, StatesDiffer
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity, apart, freshest
+from elastic_train.runlog.event_types import StatesDiffered, Warned
 from elastic_train.runlog.goodput import Phase
 from elastic_train.training.collectives import GROUP_TIMEOUT, STEP_TIMEOUT, barrier, gather_json
 from elastic_train.training.ratings import latest
@@ -230,11 +231,11 @@ class Resume:
             return
         state.branches = (*state.branches, (branch.id, state.step))
         names = ", ".join(member.name for member in change.lost)
-        self._worker.reporter.warn(
+        message = (
             f"{names} may train on, and so does this side from step {state.step} on, as branch {branch.id} "
-            "(--on-split go-on): where the two meet, the one with fewer committed steps stops",
-            branch=branch.id,
+            "(--on-split go-on): where the two meet, the one with fewer committed steps stops"
         )
+        self._worker.reporter.warn(Warned(message=message, branch=branch.id))
 
     def lose_step(self, seconds: float) -> None:
         """Roll back what the step in hand, if there is one, may have changed, and book its time as lost."""
@@ -270,7 +271,7 @@ class Resume:
             )
             is_teller = world.rank == 0
         if is_wrong or is_teller:
-            reporter.events.write("states_differ", wrong=wrong, has_majority=differ.has_majority)
+            reporter.events.write(StatesDiffered(wrong=wrong, has_majority=differ.has_majority))
         if is_teller:
             reporter.warn(message)
         elif is_wrong:

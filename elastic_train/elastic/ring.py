@@ -275,9 +275,10 @@ class Stages:
     def finish(self) -> int:
         """End after training is complete, perhaps before this process began."""
         restored = None if self._resumed is None else self._resumed.restored
-        outcome = "finished" if restored is None else "already_finished"
         is_saved = restored is not None and restored.source == "snapshot"
-        return self._parts.exits.finish(self._present, outcome, is_saved=is_saved)
+        return self._parts.exits.finish(
+            self._present, "finished" if restored is None else "already_finished", is_saved=is_saved
+        )
 
     def stop(self) -> int:
         """End because this worker was told to stop. Raises: Stopped where it has nothing to save yet."""

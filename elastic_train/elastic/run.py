@@ -45,6 +45,7 @@ from elastic_train.errors import (
 )
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.rules import common_backend, seconds_before_return
+from elastic_train.runlog.event_types import Done
 from elastic_train.runlog.goodput import seconds_since_process_start
 from elastic_train.stopping import StopSignal
 from elastic_train.training.batches import steps
@@ -81,12 +82,12 @@ def run_worker(worker: Worker, program: Program) -> int:
             gc.collect()  # frees the stores that it served and its connections, so that the others see them closed
             _wait_before_return(worker, back)
     except Stopped as stopped:
-        reporter.events.write("done", outcome="stopped")
+        reporter.events.write(Done(outcome="stopped"))
         nothing = "the workers had formed a world: nothing was trained or lost"
         reporter.report(f"{stopped} before {nothing if back is None else 'this worker was admitted again'}")
         return stopped.exit_code
     except JobFinished as finished:
-        reporter.events.write("done", outcome="already_finished")
+        reporter.events.write(Done(outcome="already_finished"))
         reporter.log(f"{finished}; nothing left to do")
         return finished.exit_code
     except BaseException as error:

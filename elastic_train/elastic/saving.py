@@ -11,6 +11,7 @@ from elastic_train.elastic.snapshot_schedule import SaveTime, SnapshotSchedule
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import DISK_FULL, NewerGeneration, OwnershipLost, SnapshotError
 from elastic_train.observe.reporting import Reporter
+from elastic_train.runlog.event_types import SnapshotDue
 from elastic_train.runlog.goodput import Phase
 from elastic_train.snapshot_interval import interval_of
 from elastic_train.storage.retention import Retention
@@ -116,11 +117,11 @@ class Saver:
 
     def _adapt(self, state: TrainState) -> None:
         if (changed := self._schedule.adapt(state)) is not None:
-            self._reporter.events.write("snapshot_interval", **changed)
+            self._reporter.events.write(changed)
             self._reporter.report(
-                f"a snapshot every {duration(changed['seconds'])} from now on: one costs "
-                f"{changed['cost_seconds']:.3f} s of training, and a failure is expected every "
-                f"{duration(changed['failure_seconds'])}"
+                f"a snapshot every {duration(changed.seconds)} from now on: one costs "
+                f"{changed.cost_seconds:.3f} s of training, and a failure is expected every "
+                f"{duration(changed.failure_seconds)}"
             )
 
     def _note_due(self, world: World, state: TrainState) -> None:
@@ -136,7 +137,7 @@ class Saver:
         if is_past:
             self._has_noted_due = True
             if world.is_directory_leader:
-                self._reporter.events.write("snapshot_due", every=steps, by=world.members[0].name)
+                self._reporter.events.write(SnapshotDue(every=steps, by=world.members[0].name))
 
     def save(self, state: TrainState) -> None:
         """Save in the background; returns when the state is copied."""

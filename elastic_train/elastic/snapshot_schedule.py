@@ -9,6 +9,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+from elastic_train.runlog.event_types import IntervalChanged
 from elastic_train.snapshot_interval import (
     SnapshotInterval,
     best_interval,
@@ -159,7 +160,7 @@ class SnapshotSchedule:
         self._busy.clear()
         self._num_busy = 0
 
-    def adapt(self, state: TrainState) -> dict[str, float] | None:
+    def adapt(self, state: TrainState) -> IntervalChanged | None:
         """Take the interval that is now best, if it is `auto`. Returns what to report where it has changed much."""
         cost = self.cost_seconds
         if not self._interval.is_auto or cost is None:
@@ -170,12 +171,9 @@ class SnapshotSchedule:
         if abs(self.seconds - self._told_seconds) <= TOLD_CHANGE * self._told_seconds:
             return None
         self._told_seconds = self.seconds
-        return {
-            "seconds": self.seconds,
-            "cost_seconds": cost,
-            "failures": failures,
-            "failure_seconds": failure_seconds,
-        }
+        return IntervalChanged(
+            seconds=self.seconds, cost_seconds=cost, failures=failures, failure_seconds=failure_seconds
+        )
 
     def _count_failures(self, incidents: list[dict[str, Any]]) -> int:
         """Return the failures; cached, as each step asks for them and a long run may have many incidents."""

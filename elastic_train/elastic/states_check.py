@@ -13,6 +13,7 @@ from elastic_train.elastic.world_end import WorldEnd
 from elastic_train.errors import FormationFailed, StatesDiffer
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity
+from elastic_train.runlog.event_types import StatesDiffered
 from elastic_train.training.collectives import gather_json
 from elastic_train.training.state_hash import StateComparison, plain_hashes
 from elastic_train.world import World
@@ -111,7 +112,7 @@ class StateChecks:
                 self._worker.reporter.log(own_line(differ, state.step, f"{then}, and what is saved is rank 0's"))
             return
         reporter, wrong = self._worker.reporter, [world.members[rank].name for rank in differ.wrong]
-        reporter.events.write("states_differ", wrong=wrong, has_majority=differ.has_majority, is_mended=False)
+        reporter.events.write(StatesDiffered(wrong=wrong, has_majority=differ.has_majority, is_mended=False))
         which = f"{', '.join(wrong)} hold others than most" if differ.has_majority else "there is no majority"
         reporter.warn(
             f"the weights or optimizer states of {world.world_size} workers are not equal after step {state.step}, and "

@@ -17,6 +17,7 @@ from elastic_train.elastic.restore import Restored
 from elastic_train.elastic.worker import Worker
 from elastic_train.protocol.quarantine import Deaths
 from elastic_train.rules import common_backend
+from elastic_train.runlog.event_types import LEFT_OUT, Cause, PeerLost, StateRestored, WorldStands
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count, workers_go_on
 from elastic_train.world import Member, World
@@ -29,8 +30,7 @@ PHASES = ("detect", "abort", "meet", "init", "sync")
 class Interruption:
     """Why the previous world ended, and how long it took until the agreement on the next one began."""
 
-    cause: str
-    """`start`, `peer_lost`, `leave`, `join` or `states_differ`"""
+    cause: Cause
     detect_seconds: float = 0.0
     """from the beginning of the step in hand, or of the world, to the error"""
     abort_seconds: float = 0.0
@@ -62,7 +62,7 @@ class WorldReport:
     def lost(self, failure: str, change: Change) -> None:
         """Report that the previous world was broken by `failure`, and which members the agreement counts as lost."""
         names = [member.name for member in change.lost]
-        self._worker.reporter.events.write("peer_lost", error=failure, reason=change.reason, lost_members=names)
+        self._worker.reporter.events.write(PeerLost(error=failure, reason=change.reason, lost_members=names))
 
     def begins(self, world: World, change: Change, interruption: Interruption) -> None:
         """Note how `world` came about, before its members make its process group. Called once for each world, before
@@ -132,23 +132,25 @@ class WorldReport:
         joined = [member.name for member in change.joined]
         self._note_incident(world, interruption, restored, seconds)
         reporter.events.write(
-            "world",
-            cause=_cause_of(lost, left, interruption.cause),
-            members=[member.name for member in world.members],
-            lost_members=lost,
-            left_members=left,
-            joined_members=joined,
-            seconds=seconds,
-            backend=backend,
-            branch=None if branch is None else branch.id,
-            incidents=self._new_incidents(),
-            # A newcomer may get the run's state later than its rank.
-            **({"bill": reporter.bill(state), "best": state.ratings.best_as_json()} if world.rank == 0 else {}),
+            WorldStands(
+                cause=_cause_of(lost, left, interruption.cause),
+                members=[member.name for member in world.members],
+                lost_members=lost,
+                left_members=left,
+                joined_members=joined,
+                seconds=seconds,
+                backend=backend,
+                branch=None if branch is None else branch.id,
+                incidents=self._new_incidents(),
+                # A newcomer may get the run's state later than its rank.
+                bill=reporter.bill(state) if world.rank == 0 else LEFT_OUT,
+                best=state.ratings.best_as_json() if world.rank == 0 else LEFT_OUT,
+            )
         )
         if self._deaths is not None:
             self._tell_quarantines(world)
         if restored is not None:
-            reporter.events.write("restore", source=restored.source, restored_step=restored.step)
+            reporter.events.write(StateRestored(source=restored.source, restored_step=restored.step))
             reporter.report(describe_start(self._worker, world, backend, restored))
         else:
             reporter.report(describe_change(state, world, change, seconds))
@@ -208,7 +210,7 @@ def _incident_of(
     return new_incident(cause, seconds | interrupted["seconds"], world, state.step, who) | deaths
 
 
-def _cause_of(lost: Sequence[str], left: Sequence[str], otherwise: str) -> str:
+def _cause_of(lost: Sequence[str], left: Sequence[str], otherwise: Cause) -> Cause:
     return "peer_lost" if lost else "leave" if left else otherwise
 
 

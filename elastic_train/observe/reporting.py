@@ -15,6 +15,15 @@ from elastic_train.errors import kind_and_line, write_line
 from elastic_train.observe.bill import bill_of
 from elastic_train.observe.metrics import Metrics
 from elastic_train.observe.rate import Rate
+from elastic_train.runlog.event_types import (
+    LEFT_OUT,
+    BestRated,
+    Done,
+    Evaluated,
+    SnapshotWritten,
+    StepCommitted,
+    Warned,
+)
 from elastic_train.runlog.events import EventLog, Ledger, file_name
 from elastic_train.runlog.reader import newest_first
 from elastic_train.training.optimizers import rate_of
@@ -136,15 +145,16 @@ class Reporter:
         if self._world is not None and self._world.rank != 0 and self._world.local_rank == 0:
             self.log(message)
 
-    def warn(self, message: str, **fields: Any) -> None:
+    def warn(self, warning: str | Warned) -> None:
         """For this worker: a `warning` event, and a line on stderr."""
-        self.events.write("warning", message=message, **fields)
+        event = Warned(message=warning) if isinstance(warning, str) else warning
+        self.events.write(event)
         prefix = "" if self._world is None or self._world.rank == 0 else f"rank {self._world.rank}: "
-        self.log(f"warning: {prefix}{message}")
+        self.log(f"warning: {prefix}{event.message}")
 
     def failed(self, error: BaseException) -> None:
         """This worker ends with it."""
-        self.events.write("done", outcome="failed", error=kind_and_line(error))
+        self.events.write(Done(outcome="failed", error=kind_and_line(error)))
 
     def debug(self, message: str) -> None:
         if self._wants_debug:
@@ -192,7 +202,7 @@ class Reporter:
         if not path.exists():
             return None
         before = self._first_step - 1  # when its world began, all that was committed had been written down
-        newest = next((line for line in newest_first(path) if line.get("event") == "step"), None)
+        newest = next((line for line in newest_first(path) if line.get("event") == StepCommitted.name), None)
         if newest is None or newest["generation"] != self._world.generation:
             return before  # a state that was restored may be of an earlier step than the file's last line
         return max(int(newest["step"]), before)
@@ -215,16 +225,14 @@ class Reporter:
     def _write_commit(self, commit: dict[str, Any]) -> None:
         now = time.monotonic()
         late = now - dict(self._committed_at).get(commit["step"], now)
-        self.events.write("step", **commit, **({"late_seconds": late} if late > LATE_SECONDS else {}))
+        self.events.write(StepCommitted(**commit, late_seconds=late if late > LATE_SECONDS else LEFT_OUT))
         self._written = [*self._written[-1:], commit]
 
-    def void_commits(self, state: TrainState) -> dict[str, Any]:
+    def void_commits(self, state: TrainState) -> list[dict[str, int]]:
         """What a member that was left out says of its newest `step` events, where they are of the state's last commits:
         it may be that nobody else has applied these steps, and where another has written one, that one counts."""
         mine = [commit for commit in state.last_commits if any(commit is written for written in self._written)]
-        if not mine:
-            return {}
-        return {"void": [{"generation": commit["generation"], "step": commit["step"]} for commit in mine]}
+        return [{"generation": commit["generation"], "step": commit["step"]} for commit in mine]
 
     def evaluation(self, state: TrainState) -> None:
         metrics = state.test_metrics
@@ -233,7 +241,7 @@ class Reporter:
             for name, value in metrics.items()
         )
         if self.is_spokesman:
-            self.events.write("evaluation", epoch=state.epoch, accuracy=metrics.get("accuracy"), metrics=metrics)
+            self.events.write(Evaluated(epoch=state.epoch, accuracy=metrics.get("accuracy"), metrics=metrics))
         epoch = state.epoch + (state.samples_done > 0)  # as in the lines of steps: the one that the last step was of
         self.report(f"step={state.step} epoch={epoch}/{state.num_epochs} {text}")
         if self._world is not None and self._world.rank == 0:
@@ -242,7 +250,7 @@ class Reporter:
     def best(self, ratings: Ratings) -> None:
         """The model is better than ever."""
         if self.is_spokesman:
-            self.events.write("best", best=ratings.best_as_json())
+            self.events.write(BestRated(best=ratings.best_as_json()))
 
     def rating(self, step: int, metric: float) -> None:
         """How good a training function says that its model is."""
@@ -260,7 +268,7 @@ class Reporter:
         if self.metrics is not None:
             self.metrics.snapshot(step=step, num_bytes=num_bytes, **seconds)
         bill = None if self._state is None else self.bill(self._state)
-        self.events.write("snapshot", path=str(path), snapshot_step=step, bytes=num_bytes, **seconds, bill=bill)
+        self.events.write(SnapshotWritten(path=str(path), snapshot_step=step, bytes=num_bytes, **seconds, bill=bill))
         self.debug(f"snapshot step={step} bytes={num_bytes} seconds={total_seconds:.3f} path={path}")
 
     def _close_display(self) -> None:

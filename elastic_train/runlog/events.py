@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_train.errors import DISK_FULL, write_line
+from elastic_train.runlog.event_types import LEFT_OUT, Done, Event, LinesMissing, Started
 from elastic_train.runlog.strict_json import line_of
 
 if TYPE_CHECKING:
@@ -48,11 +49,10 @@ class JsonLines:
     def __init__(
         self,
         path: Path,
-        tell: Callable[[dict[str, Any]], bool] | None = None,
+        tell: Callable[[LinesMissing], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tell`: gets the fields of an event `unwritten` when lines can be written again; again later where it returns
-        False."""
+        """`tell`: gets an event when lines can be written again; again later where it returns False."""
         self.path, self._tell, self._clock = path, tell, clock
         self._lost: dict[str, list[list[int]]] = {}
         """event -> generation, first and last step of lines that were lost; those of a ledger are `samples`"""
@@ -69,7 +69,7 @@ class JsonLines:
         """Whether it is in the file."""
         data = line_of(line)
         with self._lock:
-            if line.get("event") == "done":  # there may be no later one
+            if line.get("event") == Done.name:  # there may be no later one
                 self._paused_until = -math.inf
             is_written = self._try(data)
             if self._tell is None:
@@ -78,14 +78,14 @@ class JsonLines:
                 self._note(line)
             elif (self._lost or self._num_torn) and not self._is_telling:
                 self._is_telling = True  # who tells may write into this file
-                if self._tell({"file": self.path.parent.name, "lines": self._lost, "torn": self._num_torn}):
+                if self._tell(LinesMissing(file=self.path.parent.name, lines=self._lost, torn=self._num_torn)):
                     self._lost, self._num_torn = {}, 0
                 self._is_telling = False
             return is_written
 
     def _note(self, line: dict[str, Any]) -> None:
         generation, step = line["generation"], line["step"]
-        if generation is None or line.get("event") == "unwritten":
+        if generation is None or line.get("event") == LinesMissing.name:
             return
         ranges = self._lost.setdefault(line.get("event", "samples"), [])
         if ranges and ranges[-1][0] == generation and ranges[-1][1] <= step <= ranges[-1][2] + 1:
@@ -166,7 +166,7 @@ class EventLog:
         world_size: int,
     ) -> None:
         self.directory = directory
-        self._lines = JsonLines(directory / file_name(host, local_rank, os.getpid()), self.unwritten)
+        self._lines = JsonLines(directory / file_name(host, local_rank, os.getpid()), self.write)
         self._identity = {"pid": os.getpid(), "host": host}
         self._rank, self._world_size = rank, world_size
         self._generation: int | None = None
@@ -202,29 +202,28 @@ class EventLog:
         if self._start is not None:
             self._lines.write(self._start)
 
-    def unwritten(self, lost: dict[str, Any]) -> bool:
-        """Lines of this worker are missing in a file that could not be written to. Whether that is written down now."""
-        return self.write("unwritten", **lost)
-
-    def write(self, event: str, **fields: Any) -> bool:
+    def write(self, event: Event) -> bool:
         """Whether it is in the file."""
         now = time.time()
-        quarantined = [one for one in self.quarantines if one["until"] > now]
-        line = {
+        line: dict[str, Any] = {
             "time": now,
             "monotonic": time.monotonic(),
-            "event": event,
+            "event": event.name,
             "rank": self._rank,
             "world_size": self._world_size,
             **self._nodes,
-            **({"noticed": True} if self.is_noticed else {}),
-            **({"quarantined": quarantined} if quarantined else {}),
             "generation": self._generation,
             "step": self.step,
             **self._identity,
-            **fields,
         }
-        if event == "start":
+        for field in event.__slots__:
+            if (value := getattr(event, field)) is not LEFT_OUT:
+                line[field] = value
+        if self.is_noticed:
+            line["noticed"] = True
+        if self.quarantines and (lasting := [one for one in self.quarantines if one["until"] > now]):
+            line["quarantined"] = lasting
+        if isinstance(event, Started):
             self._start = line
         return self._lines.write(line)
 
@@ -241,7 +240,7 @@ class Ledger:
 
     def __init__(self, directory: Path, *, events: EventLog, host: str, local_rank: int) -> None:
         """`events`: of this worker, which tell what is missing here."""
-        self._lines = JsonLines(directory / file_name(host, local_rank, os.getpid()), events.unwritten)
+        self._lines = JsonLines(directory / file_name(host, local_rank, os.getpid()), events.write)
 
     def write(self, *, epoch: int, step: int, world: World, indices: list[np.ndarray]) -> None:
         """`indices`: the sample indices of this rank's micro-batches, int64, one array each."""

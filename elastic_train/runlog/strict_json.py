@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-_encode_line = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # dumps() would build one for each line
+# dumps() would build one for each line
+_encode_line = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
 
 
 def line_of(value: dict[str, Any]) -> bytes:

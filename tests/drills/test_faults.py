@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import random
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from elastic_train.runlog.events import EventLog
+from elastic_train.runlog.events import JsonLines, file_name
 from elastic_train.tools.drills.catalogue import FAULTS
 from elastic_train.tools.drills.cluster import Place
 from elastic_train.tools.drills.faults import Hang, KillAgain, KillAll
@@ -41,8 +42,8 @@ def test_what_is_for_one_node_waits_for_it_and_is_for_no_other(name: str, tmp_pa
 
 
 @pytest.fixture
-def events(tmp_path: Path) -> Iterator[EventLog]:
-    log = EventLog(tmp_path / "events", host="node3", local_rank=0, rank=0, world_size=1)
+def events(tmp_path: Path) -> Iterator[JsonLines]:
+    log = JsonLines(tmp_path / "events" / file_name("node3", 0, 3))
     yield log
     log.close()
 
@@ -57,7 +58,7 @@ def events(tmp_path: Path) -> Iterator[EventLog]:
     ],
 )
 def test_a_second_death_hits_a_re_form_or_comes_too_late(
-    tmp_path: Path, events: EventLog, said: tuple[Sequence[str], Sequence[str]], hit: str
+    tmp_path: Path, events: JsonLines, said: tuple[Sequence[str], Sequence[str]], hit: str
 ) -> None:
     """`said`: what the third node writes as the first one dies, and as the second does."""
     targets = [Place(0), Place(1)]
@@ -67,9 +68,8 @@ def test_a_second_death_hits_a_re_form_or_comes_too_late(
         for event in said[targets.index(places[0])]:
             if event == "world":
                 del members[0]
-                events.write("world", generation=3 - len(members), step=5, members=members)
-            else:
-                events.write("step", generation=3 - len(members), step=6, loss=1.0)
+            of_event = {"step": 5, "members": members} if event == "world" else {"step": 6, "loss": 1.0}
+            events.write({"event": event, "time": time.time(), "generation": 3 - len(members), **of_event})
 
     cluster = Mock(watch=RunWatch(tmp_path), kill=kill)
     fault = KillAgain(cluster, random.Random(1), 5.0, targets=targets)

@@ -19,6 +19,7 @@ from elastic_train.observe.bill import describe_bill
 from elastic_train.observe.status_table import describe
 from elastic_train.runlog.goodput import Phase, bill
 from elastic_train.world import World
+from tests.unit.test_events import fields_of
 from tests.unit.test_goodput import Time
 from tests.unit.test_liveness import make_member
 from tests.unit.test_state import make_state
@@ -135,7 +136,7 @@ def test_only_who_has_the_clock_of_the_run_tells_its_bill(rank: int) -> None:
     state = make_state()
     state.ratings.note(0, 0.5)
     told_bill = bill(paid=10.0, kept=5.0, samples=640, price=None)
-    events = SimpleNamespace(write=lambda event, **fields: told.update({event: fields}), step=0)
+    events = SimpleNamespace(write=lambda event: told.update({event.name: fields_of(event)}), step=0)
     reporter = SimpleNamespace(
         events=events, enter=lambda _world, _state: None, bill=lambda _state: told_bill, report=lambda _text: None,
         report_for_node=lambda _text: None,

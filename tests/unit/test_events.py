@@ -22,6 +22,17 @@ import numpy as np
 import pytest
 
 from elastic_train.observe.reporting import Reporter
+from elastic_train.runlog.event_types import (
+    LEFT_OUT,
+    Done,
+    Evaluated,
+    Event,
+    NoticeChanged,
+    Started,
+    StateRestored,
+    StepCommitted,
+    Warned,
+)
 from elastic_train.runlog.events import EventLog, JsonLines, Ledger
 from elastic_train.runlog.reader import Cursor, read_all, read_with_torn
 from elastic_train.tools.drills.nodes import wait_until
@@ -31,6 +42,23 @@ from tests.unit.test_state import make_state
 
 MEMBERS = tuple(replace(member(pid), host=host) for pid, host in enumerate("abcd", start=1))
 WORLD = World(rank=2, generation=7, members=MEMBERS)
+
+
+RESTORE, WARNING = StateRestored(source="peer", restored_step=0), Warned(message="")
+
+
+def a_start(**fields: Any) -> Started:
+    some: dict[str, Any] = {"config": {}, "versions": {}, "device": "cpu", "task": {}, "max_nodes": 1, "seconds": {}}
+    return Started(**{**some, "started_ticks": None, "pid_namespace": "", **fields})
+
+
+def a_step(step: int = 0, loss: float = 1.0) -> StepCommitted:
+    return StepCommitted(step=step, generation=7, epoch=0, loss=loss, samples_done=8)
+
+
+def fields_of(event: Event) -> dict[str, Any]:
+    """As in its line."""
+    return {name: value for name in event.__slots__ if (value := getattr(event, name)) is not LEFT_OUT}
 
 
 def strictly(text: str) -> Any:
@@ -59,7 +87,8 @@ def only_file(directory: Path) -> Path:
 
 def test_what_is_no_finite_number_is_null(tmp_path: Path) -> None:
     log = event_log(tmp_path / "events")
-    log.write("evaluation", metrics={"loss": math.nan, "all": [math.inf, 1.5]}, accuracy=-math.inf)
+    metrics: Any = {"loss": math.nan, "all": [math.inf, 1.5]}
+    log.write(Evaluated(epoch=0, metrics=metrics, accuracy=-math.inf))
     log.close()
     [line] = only_file(tmp_path / "events").read_text().splitlines()
     found = strictly(line)
@@ -73,7 +102,7 @@ def test_a_line_that_comes_long_after_its_commit_says_by_how_much(
     now = [100.0]
     monkeypatch.setattr("elastic_train.observe.reporting.time.monotonic", lambda: now[0])
     made = reporter(tmp_path)
-    commits = [{"step": step, "loss": 0.5, "generation": 0} for step in (6, 7)]
+    commits = [fields_of(a_step(step)) for step in (6, 7)]
     for step in (6, 7):
         made.note_commit(step)
         now[0] += 0.05
@@ -92,14 +121,15 @@ def test_what_was_written_before_a_restore_says_nothing_of_the_steps_after_it(tm
     """They may have the same numbers."""
     made = reporter(tmp_path)
     me = replace(MEMBERS[0], host="node", local_rank=1, pid=os.getpid())
-    state: Any = SimpleNamespace(step=99, last_commits=[{"step": 100, "loss": 0.5, "generation": 0}], is_finished=True)
+    commit = fields_of(a_step(100))
+    state: Any = SimpleNamespace(step=99, last_commits=[{**commit, "generation": 0}], is_finished=True)
     made.enter(World(0, 0, (me,)), state)
     made.write_missing_commits(state, 99)
     assert made.last_logged_step() == 100
     state.step = 80  # a snapshot was restored
     made.enter(World(0, 1, (me,)), state)
     assert made.last_logged_step() == 80
-    state.step, state.last_commits = 81, [{"step": 81, "loss": 0.5, "generation": 1}]
+    state.step, state.last_commits = 81, [{**commit, "step": 81, "generation": 1}]
     made.write_missing_commits(state, 80)
     assert made.last_logged_step() == 81
     made.close()
@@ -115,15 +145,15 @@ def test_what_is_void_are_the_own_lines_of_the_newest_steps(tmp_path: Path) -> N
     state.generation = 4
     one.enter(World(0, 4, (member(0), member(1))), state)
     other.enter(World(1, 4, (member(0), member(1))), state)
-    assert one.void_commits(state) == {}
+    assert one.void_commits(state) == []
     for _ in range(3):
         state.commit(0.5)
         for reporter in (one, other):
             reporter.step(state, 0.5, epoch=0, samples=8)
-    assert one.void_commits(state) == {"void": [{"generation": 4, "step": step} for step in (2, 3)]}
-    assert other.void_commits(state) == {}, "rank 0 writes"
+    assert one.void_commits(state) == [{"generation": 4, "step": step} for step in (2, 3)]
+    assert other.void_commits(state) == [], "rank 0 writes"
     state.last_commits = [dict(commit) for commit in state.last_commits]
-    assert one.void_commits(state) == {}, "it was given them by another"
+    assert one.void_commits(state) == [], "it was given them by another"
     for reporter in (one, other):
         reporter.close()
 
@@ -207,33 +237,38 @@ def test_files_that_cannot_be_written_need_no_terminal(tmp_path: Path, monkeypat
     os.close(screen)
     with io.TextIOWrapper(io.FileIO(terminal, "w"), write_through=True) as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
-        event_log(tmp_path / "events").write("start")
+        event_log(tmp_path / "events").write(WARNING)
 
 
 def test_every_line_says_who_wrote_it_and_where_the_run_stood(tmp_path: Path) -> None:
     log = event_log(tmp_path / "events")
     before, began = time.time(), time.monotonic()
-    log.write("start", config={"seed": 0})
+    log.write(a_start(config={"seed": 0}))
     log.enter(WORLD)
     log.step = 12
-    log.write("step", loss=0.5)
+    log.write(a_step(12))
     log.is_noticed = True
-    log.write("notice")
+    log.write(NoticeChanged(state="given", source="aws", reason="", deadline=None, certain=True))
     log.close()
     path = only_file(tmp_path / "events")
     assert path.name == f"node-1-{os.getpid()}.jsonl"
     start, step, notice = read_all(path)
     assert (notice["noticed"], notice["nodes"]) == (True, 4)
+    assert notice["deadline"] is None
+    assert not notice.keys() & {"seconds_left", "save_seconds"}, "absent is not null"
     assert before <= start["time"] <= step["time"] <= time.time()
     same = {"pid": os.getpid(), "host": "node"}
     assert began <= start["monotonic"] <= step["monotonic"] <= time.monotonic()
     for line in (start, step):
         del line["time"], line["monotonic"]
     assert start == {
-        "event": "start", "rank": 0, "world_size": 1, "generation": None, "step": 0, "config": {"seed": 0}, **same
+        "event": "start", "rank": 0, "world_size": 1, "generation": None, "step": 0, "config": {"seed": 0}, **same,
+        "versions": {}, "device": "cpu", "task": {}, "max_nodes": 1, "started_ticks": None, "pid_namespace": "",
+        "seconds": {},
     }  # fmt: skip
     assert step == {
-        "event": "step", "rank": 2, "world_size": 4, "nodes": 4, "generation": 7, "step": 12, "loss": 0.5, **same
+        "event": "step", "rank": 2, "world_size": 4, "nodes": 4, "generation": 7, "step": 12, "loss": 1.0, **same,
+        "epoch": 0, "samples_done": 8,
     }  # fmt: skip
 
 
@@ -241,9 +276,9 @@ def test_lines_tell_of_a_quarantine_until_it_is_over(tmp_path: Path) -> None:
     log = event_log(tmp_path)
     lasting = {"host": "a", "deaths": 3, "until": time.time() + 100}
     log.quarantines = [{**lasting, "host": "b", "until": time.time() - 1}, lasting]
-    log.write("step")
+    log.write(WARNING)
     log.quarantines = [{**lasting, "until": time.time() - 1}]
-    log.write("step")
+    log.write(WARNING)
     first, second = read_all(only_file(tmp_path))
     assert first["quarantined"] == [lasting]
     assert "quarantined" not in second
@@ -343,14 +378,14 @@ def test_what_found_no_room_is_told_of_when_there_is_room_again(
     """For the audit: which lines are missing, and how many are torn. An event that tells it may find no room either."""
     log, room = event_log(tmp_path / "events"), limit_room(monkeypatch)
     ledger = Ledger(tmp_path / "ledger", events=log, host="node", local_rank=1)
-    log.write("start")
+    log.write(a_start())
     log.enter(WORLD)
     for step in range(1, 8):
         room[0] = {2: 5.0, 3: 0.0, 5: 100.0, 6: math.inf}.get(step, room[0])  # at step 5 for a line of the ledger alone
         ledger.write(epoch=0, step=step, world=WORLD, indices=[np.array([step])])
         log.step = step
-        log.write("step")
-        log.write("warning")
+        log.write(a_step(step))
+        log.write(WARNING)
     log.close()
     ledger.close()
     lines = read_all(only_file(tmp_path / "events"))
@@ -386,10 +421,10 @@ def test_the_last_line_is_tried_though_the_mount_has_just_failed(
 ) -> None:
     """There may be no later one, and what has become of the run is read from it."""
     log = event_log(tmp_path / "events")
-    log.write("start")
+    log.write(a_start())
     log.enter(WORLD)
     fail_once("write", errno.EIO, monkeypatch)
-    for event in ("step", "step", "done"):
+    for event in (a_step(), a_step(), Done(outcome="stopped")):
         log.write(event)
     log.close()
     assert [line["event"] for line in read_all(only_file(tmp_path / "events"))] == ["start", "done", "unwritten"]
@@ -431,7 +466,7 @@ def test_a_failing_mount_is_left_alone_for_a_while_and_tried_again(
 def test_an_error_as_a_file_is_closed_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS tells there of what it could not write before."""
     log = EventLog(tmp_path / "events", host="a", local_rank=0, rank=0, world_size=1)
-    log.write("start")
+    log.write(a_start())
     fail_once("close", errno.EDQUOT, monkeypatch)
     log.begin_again()
     log.close()
@@ -454,19 +489,19 @@ def fail_once(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_directory_that_cannot_be_made_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "events").touch()
     log = event_log(tmp_path / "events")
-    log.write("start")
-    log.write("step")
+    log.write(a_start())
+    log.write(a_step())
     (warning,) = capsys.readouterr().err.splitlines()
     assert "misses lines until it can be written to: " in warning
 
 
 def test_a_file_whose_folder_was_removed_is_begun_again(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events", host="a", local_rank=0, rank=0, world_size=1)
-    log.write("start", device="cpu")
-    log.write("step")
+    log.write(a_start())
+    log.write(a_step())
     (tmp_path / "events").rename(tmp_path / "moved")
     log.begin_again()
-    log.write("step", loss=1.0)
+    log.write(a_step())
     log.close()
     [path] = (tmp_path / "events").iterdir()
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["start", "step"]
@@ -478,11 +513,11 @@ def test_a_world_s_events_go_where_the_run_directory_is_now(tmp_path: Path) -> N
     """Two nodes start together, one of them with --fresh, which moves aside what the other one has written."""
     log = EventLog(tmp_path / "events", host="a", local_rank=0, rank=0, world_size=1)
     log.enter(WORLD)  # nothing is written yet, and so nothing is moved
-    log.write("start", device="cpu")
+    log.write(a_start())
     log.enter(WORLD)
     (tmp_path / "events").rename(tmp_path / "moved")
     log.enter(WORLD)
-    log.write("restore")
+    log.write(RESTORE)
     log.enter(WORLD)
     log.close()
     [path] = (tmp_path / "events").iterdir()

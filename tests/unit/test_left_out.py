@@ -33,7 +33,7 @@ def test_its_time_counts_once(generation: int | None, counted: float) -> None:
     nothing: Any = SimpleNamespace(leave=lambda: None, release=lambda: None, stand_down=lambda: None)
     worker: Any = SimpleNamespace(
         state=state, host="here", launch=SimpleNamespace(local_rank=0), config=SimpleNamespace(wait_timeout=60.0),
-        reporter=SimpleNamespace(warn=lambda _message, **_fields: None, void_commits=lambda _state: {}, leave=print),
+        reporter=SimpleNamespace(warn=lambda _warning: None, void_commits=lambda _state: [], leave=print),
     )  # fmt: skip
     membership: Any = SimpleNamespace(watcher=nothing, job=nothing, uid="uid0", has_settled=False)
     exits = Exits(worker, membership, nothing, nothing, nothing)

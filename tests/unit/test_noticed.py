@@ -240,7 +240,7 @@ def test_the_first_that_lives_asks_for_its_node(is_agreed: bool, tmp_path: Path)
     noticed = []
     for rank, worker in enumerate((first, second, third)):
         worker.config.notices, worker.given = f"file:{gone}", []
-        worker.reporter.events.write = lambda _event, given=worker.given, **fields: given.append(fields["state"])
+        worker.reporter.events.write = lambda event, given=worker.given: given.append(event.state)
         noticed.append(Noticed(worker))
         noticed[-1].close()  # of its thread: each look is one of this test
         enter(noticed[-1], world_of(0, 1, 2, rank=rank))

@@ -32,6 +32,7 @@ from elastic_train.runlog.reader import read_all
 from elastic_train.training.state import TrainState
 from elastic_train.world import World
 from tests.unit.test_admission import member, newcomers
+from tests.unit.test_events import WARNING
 from tests.unit.test_state import make_state
 
 FIRST, BAD = member(0), member(1)
@@ -73,7 +74,7 @@ def lines(reporter: Reporter) -> list[dict[str, Any]]:
 
 
 def last_line(reporter: Reporter) -> dict[str, Any]:
-    reporter.events.write("warning")
+    reporter.events.write(WARNING)
     return lines(reporter)[-1]
 
 

@@ -207,16 +207,3 @@ def test_the_tree_names_what_there_is() -> None:
     modules = [path for path in package.rglob("*.py") if path.name != "__init__.py"]
     layers = [path for path in modules if path.parent.name != "examples" and "tools" not in path.parts]
     assert [path for path in layers if path not in files] == [], "it names every module of what trains"
-
-
-def test_every_event_is_in_the_table() -> None:
-    code = "\n".join(path.read_text() for path in (ROOT / "elastic_train").rglob("*.py"))
-    rows = re.findall(
-        r"^\| (`[a-z_]+`(?:, `[a-z_]+`)*) \| .* \| .* \|$",
-        (PAGES[0].parent / "elastic_train/observe/README.md").read_text(),
-        re.M,
-    )
-    named = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
-    written = set(re.findall(r'events\.write\(\s*"([a-z_]+)"', code))
-    assert written, "the pattern is not that of the code"
-    assert written <= named

@@ -165,16 +165,16 @@ def test_auto_follows_costs_and_failures_and_tells_what_changes_much() -> None:
     schedule.note_written(stall_seconds=0.5)
     told = schedule.adapt(state)
     assert told is not None
-    assert told["cost_seconds"] == 0.5
-    assert told["failures"] == 0
-    assert schedule.seconds == told["seconds"] == pytest.approx(best_interval(0.5, PRIOR_FAILURE_SECONDS), rel=0.01)
+    assert told.cost_seconds == 0.5
+    assert told.failures == 0
+    assert schedule.seconds == told.seconds == pytest.approx(best_interval(0.5, PRIOR_FAILURE_SECONDS), rel=0.01)
     assert schedule.adapt(state) is None, "as before"
     state.incidents += [{"cause": "join"}, {"cause": "leave"}]
     assert schedule.adapt(state) is None
     state.incidents += [{"cause": "peer_lost"}] * 9
     told = schedule.adapt(state)
     assert told is not None
-    assert told["failures"] == 9
+    assert told.failures == 9
     assert schedule.seconds == pytest.approx(best_interval(0.5, PRIOR_FAILURE_SECONDS / 10), rel=0.01)
 
 
@@ -198,10 +198,13 @@ def test_the_incidents_of_a_long_run_are_counted_when_there_are_new_ones() -> No
     assert incidents.times == 1
     state.incidents.append({"cause": "peer_lost"})
     told = [schedule.adapt(state) for _ in range(3)]
-    assert (told[0] or {})["failures"] == 1
+    assert told[0] is not None
+    assert told[0].failures == 1
     assert incidents.times == 2
     state.incidents = [{"cause": "restart"}] * 100
-    assert (schedule.adapt(state) or {})["failures"] == 100
+    changed = schedule.adapt(state)
+    assert changed is not None
+    assert changed.failures == 100
 
 
 def test_a_time_is_not_adapted() -> None:

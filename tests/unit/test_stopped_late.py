@@ -29,6 +29,7 @@ from elastic_train.storage.places import OwnedBucket
 from elastic_train.storage.store_urls import parse_url
 from elastic_train.training.state import TrainState
 from elastic_train.world import World
+from tests.unit.test_events import fields_of
 from tests.unit.test_liveness import make_member
 from tests.unit.test_state import BATCH, LENGTH, STEPS_PER_EPOCH, make_state
 
@@ -55,7 +56,7 @@ class Life:
         self.reported: list[str] = []
         self._raises = raises
         self.state = state
-        events = SimpleNamespace(write=lambda event, **fields: self.calls.append((event, *fields.values())))
+        events = SimpleNamespace(write=lambda event: self.calls.append((event.name, *fields_of(event).values())))
         reporter = SimpleNamespace(
             events=events, warn=lambda message: self.calls.append(("warning", message)), report=self.reported.append,
             log=lambda message: self.calls.append(("log", message)), world=world,

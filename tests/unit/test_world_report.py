@@ -11,6 +11,7 @@ from elastic_train.elastic.world_report import Interruption
 from elastic_train.observe.reporting import Reporter
 from elastic_train.world import Member, World
 from tests.unit.test_admission import member
+from tests.unit.test_events import a_start
 from tests.unit.test_quarantined import lines, report_of, reporter  # noqa: F401  # a fixture
 from tests.unit.test_state import make_state
 
@@ -71,7 +72,7 @@ def told_of(
     """The warnings of one in whose worlds so many are lost after these steps; it is `rank` where it is there yet."""
     state = make_state()
     report = report_of(reporter, state, "off")
-    reporter.events.write("start")
+    reporter.events.write(a_start())
     report.begins(World(rank + 2, 0, members), Change(), Interruption("start"))
     for generation, (gone, step) in enumerate(zip(lost, steps, strict=True), start=1):
         state.step = step
