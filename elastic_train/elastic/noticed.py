@@ -17,7 +17,7 @@ from elastic_train.notices.watcher import NoticeWatcher, source_of
 from elastic_train.preemption import SAVE_SOONER, Fit, PreemptionNotice, fit_of, given_seconds, notices_flag
 from elastic_train.rendezvous.command_line import agent_above
 from elastic_train.runlog.event_types import NoticeChanged
-from elastic_train.storage.shares import LEAST_BYTES
+from elastic_train.storage.shares import senders
 from elastic_train.storage.snapshot import SnapshotResult
 from elastic_train.wording import duration, human_bytes
 from elastic_train.world import Member, World
@@ -97,13 +97,13 @@ class Noticed:
             num_nodes: nodes that train; if all leave at once, each sends its share to a bucket.
         """
         given = given_seconds(self._source_name, os.environ)
-        is_shared = self._worker.bucket is not None and written.bytes >= LEAST_BYTES
-        seconds = written.total_seconds / (num_nodes if is_shared else 1)
+        num_senders = senders(num_nodes, written.bytes, is_bucket=self._worker.bucket is not None)
+        seconds = written.total_seconds / num_senders
         if given is None or self._has_told_misfit or (fit := fit_of(seconds, given)) is Fit.FITS:
             return
         self._has_told_misfit = True
         rate = human_bytes(round(written.bytes / written.total_seconds))
-        together = f"; {duration(seconds)} by {num_nodes} nodes together" if is_shared and num_nodes > 1 else ""
+        together = f"; {duration(seconds)} by {num_senders} nodes together" if num_senders > 1 else ""
         what = "less than that" if fit is Fit.TOO_LONG else "a long step included, perhaps too little"
         self._worker.reporter.warn(
             f"the snapshot of step {written.step} took {duration(written.total_seconds)} for "

@@ -48,7 +48,7 @@ class Saver:
         self._files, self._written, self._now = files, written, now
         self._interval = interval_of(worker.config.snapshot_every)
         self._schedule = SnapshotSchedule(self._interval, now=now)
-        self.save_time = SaveTime(is_shared=worker.bucket is not None)
+        self.save_time = SaveTime(is_bucket=worker.bucket is not None)
         self._has_noted_due, self._entered_at, self._has_begun = False, 0.0, False
         self._world: World | None = None
         self._best_step = -1
@@ -274,7 +274,8 @@ class Saver:
             stall_seconds=result.stall_seconds,
             total_seconds=result.total_seconds,
         )
-        self.newest, self.save_time.measured = result, result.total_seconds
+        self.newest = result
+        self.save_time.note_written(result.total_seconds, result.bytes)
         self._written(result, 1 if self._world is None else self._world.num_training_nodes)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.worker import Worker
 from elastic_train.runlog.goodput import Phase
-from elastic_train.storage.shares import Fleet
+from elastic_train.storage.shares import Fleet, senders
 from elastic_train.world import World
 
 
@@ -17,6 +17,8 @@ def save_together(worker: Worker, saver: Saver, world: World, is_first_lost: Cal
     state, fleet = worker.state, _fleet_of(worker, world, is_first_lost)
     # Keep the snapshot in flight where only that can be complete in the time that is left.
     left, num_senders = worker.stop.seconds_left(), 1 if fleet is None else len(fleet.hosts)
+    if saver.newest is not None:
+        num_senders = senders(num_senders, saver.newest.bytes, is_bucket=fleet is not None)
     if left is None or saver.expected_seconds / num_senders <= left:
         saver.give_up_in_flight(state)
     if saver.is_last_writer(world):

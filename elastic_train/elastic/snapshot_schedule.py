@@ -16,6 +16,7 @@ from elastic_train.snapshot_interval import (
     mean_failure_seconds,
     num_failures,
 )
+from elastic_train.storage.shares import senders
 from elastic_train.training.state import TrainState
 from elastic_train.world import World
 
@@ -33,35 +34,43 @@ class SaveTime:
     value from the same step on. If all nodes have a notice, it decides when they leave.
 
     Args:
-        is_shared: whether nodes that leave at once save a share of the state each.
+        is_bucket: whether snapshots go to a bucket.
     """
 
-    def __init__(self, *, is_shared: bool) -> None:
-        self._is_shared = is_shared
-        self._generation, self._is_rank_0, self._num_senders = -1, False, 1
-        self.measured = 0.0
-        """seconds of this worker's newest snapshot"""
+    def __init__(self, *, is_bucket: bool) -> None:
+        self._is_bucket = is_bucket
+        self._generation, self._is_rank_0, self._num_nodes = -1, False, 1
+        self._measured = 0.0, 0
+        """seconds and bytes of this worker's newest snapshot"""
         self._told = -1, 0
-        """the generation in which it was shared last, and the whole seconds"""
+        """the generation in which it was shared last, and the whole seconds: negative where one node sends alone"""
 
     def enter(self, world: World) -> None:
-        self._generation, self._is_rank_0 = world.generation, world.rank == 0
-        self._num_senders = world.num_training_nodes if self._is_shared else 1
+        self._generation, self._is_rank_0, self._num_nodes = world.generation, world.rank == 0, world.num_training_nodes
+
+    def note_written(self, seconds: float, num_bytes: int) -> None:
+        """Note the time and the size of this worker's newest snapshot."""
+        self._measured = seconds, num_bytes
 
     def vote(self) -> int:
-        """Return the whole seconds that rank 0 has not yet shared with its world; else 0."""
-        seconds = math.ceil(self.measured) or self._told[1]
+        """Return the value for `note_vote` that rank 0 has not yet shared with its world; else 0."""
+        seconds, num_bytes = math.ceil(self._measured[0]), self._measured[1]
+        if senders(self._num_nodes, num_bytes, is_bucket=self._is_bucket) < self._num_nodes:
+            seconds = -seconds
+        seconds = seconds or self._told[1]
         return seconds if self._is_rank_0 and self._told != (self._generation, seconds) else 0
 
     def note_vote(self, seconds: int) -> None:
-        """Note the sum of the world's votes in a step."""
+        """Note the sum of the world's votes in a step: whole seconds that one node needs for the state, negative where
+        the other nodes would not help it."""
         if seconds:
             self._told = self._generation, seconds
 
     @property
     def seconds(self) -> float:
         """Seconds that all nodes of the world need together; 0 where none has measured it. For any thread."""
-        return self._told[1] / self._num_senders
+        seconds = self._told[1]
+        return -seconds if seconds < 0 else seconds / self._num_nodes
 
 
 class SnapshotSchedule:

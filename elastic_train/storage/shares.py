@@ -78,24 +78,28 @@ class SharedState:
         rebuilt([state["optimizer"], equal], alike.append)
         alike = [tensor for tensor in alike if not is_odd(tensor)]
         memories = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in alike)}
-        addresses = [address for address, size in memories.items() if size]
+        addresses: list[int] = [address for address, size in memories.items() if size] or [0]
         # In front, because torch.save numbers all tensors, and the numbers are part of the bytes.
         self._state = {ALIKE: alike, **state}
         self.fleet = fleet
         self.num_bytes = sum(memories.values())
-        self.first = addresses[0] if addresses else 0
-        """The address of the first tensor that is equal on all nodes; `last`: of the last one."""
-        self.last = addresses[-1] if addresses else 0
+        self.first, self.last = addresses[0], addresses[-1]
+        """The addresses of the first tensor that is equal on all nodes, and of the last one."""
 
     def __call__(self, file: object) -> None:
         write_state(self._state, file)
+
+
+def senders(num_nodes: int, num_bytes: int, *, is_bucket: bool) -> int:
+    """Return how many of `num_nodes` nodes send a snapshot of `num_bytes`, if all leave at once."""
+    return num_nodes if is_bucket and num_bytes >= LEAST_BYTES else 1
 
 
 def shared_by(fleet: Fleet | None, state: dict[str, Any]) -> SharedState | None:
     """The state as a fleet writes it together; None without a fleet, or if one node alone is as fast. All nodes get the
     same answer, because it depends on sizes only."""
     shared = None if fleet is None else SharedState(state, fleet)
-    return None if shared is None or shared.num_bytes < LEAST_BYTES else shared
+    return None if shared is None or senders(len(shared.fleet.hosts), shared.num_bytes, is_bucket=True) == 1 else shared
 
 
 TakePart = Callable[[str, int, str, int, bytearray | None], None]
@@ -377,8 +381,7 @@ class SharedStream:
         """Send some parts of other nodes, or sleep until the next look if there is none to send."""
         me, fleet = self._fleet.index, self._fleet
         progress = [ShareProgress(missing.get(node, ()), self._is_given_up(node)) for node in range(len(fleet.hosts))]
-        numbers = taken_over(progress, me, self._part_seconds, fleet.seconds_left())
-        if not numbers:
+        if not (numbers := taken_over(progress, me, self._part_seconds, fleet.seconds_left())):
             self._sleep(LOOK_SECONDS)
             return
         self._send_again(frozenset(numbers[: 2 * AT_ONCE]))  # a few; the caller lists the bucket before more

@@ -33,7 +33,7 @@ class Votes(NamedTuple):
     joining: int = 0
     """what rank 0 knows of newcomers: 0, SOON or NOW (protocol/plan.py)"""
     save_seconds: int = 0
-    """that the state takes to be saved, as rank 0 has measured; 0: nothing new"""
+    """that the state takes to be saved, as rank 0 has measured (`SaveTime.note_vote`); 0: nothing new"""
 
 
 NO_VOTES = Votes()

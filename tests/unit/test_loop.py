@@ -97,7 +97,7 @@ def make_loop(
         note_reduction=lambda: None,
         joins=SimpleNamespace(vote=lambda: 0, follow_vote=lambda world, vote: None),
     )
-    save_time = SaveTime(is_shared=False)
+    save_time = SaveTime(is_bucket=False)
     save_time.enter(WORLD)
     saver: Any = SimpleNamespace(is_due=lambda _state: False, owes_best=lambda _state: False, save_time=save_time)
     program = bundled(worker) if train is None else Program(train)
@@ -124,7 +124,7 @@ def test_how_long_saving_takes_is_voted(*, is_bundled: bool) -> None:
                 training.commit(0.0)
 
     loop, *_ = make_loop(Watched(), None if is_bundled else train)
-    loop._saver.save_time.measured = 150.2
+    loop._saver.save_time.note_written(150.2, 1_000)
     loop.run(WORLD, steps(Watched()))
     assert loop._saver.save_time.seconds == 151.0
 

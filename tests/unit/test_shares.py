@@ -26,6 +26,7 @@ from elastic_train.storage.shares import (
     SharedStream,
     ShareProgress,
     is_given_up,
+    senders,
     silence_limit,
     taken_over,
 )
@@ -234,6 +235,17 @@ def test_a_small_state_is_left_to_the_first(url: str, monkeypatch: pytest.Monkey
     require_whole(bucket_of(url), 5)
     assert [arms[index].calls for index in (1, 2)] == [0, 0]
     assert body_of(parts_of(bucket_of(url))) == []
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "num_bytes", "is_bucket", "expected"),
+    [(3, 2**26, True, 3), (3, 2**26 - 1, True, 1), (3, 2**40, False, 1), (1, 2**40, True, 1)],
+)
+def test_how_many_nodes_send_a_snapshot(
+    monkeypatch: pytest.MonkeyPatch, num_nodes: int, num_bytes: int, *, is_bucket: bool, expected: int
+) -> None:
+    monkeypatch.undo()
+    assert senders(num_nodes, num_bytes, is_bucket=is_bucket) == expected
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

@@ -23,6 +23,7 @@ from elastic_train.snapshot_interval import (
     mean_failure_seconds,
     num_failures,
 )
+from elastic_train.storage.shares import LEAST_BYTES
 from elastic_train.training.state import TrainState
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
@@ -234,11 +235,13 @@ def test_what_is_remembered_of_a_snapshot_that_hangs_does_not_grow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_shared", "together"), [(True, 151 / 3), (False, 151.0)], ids=["a share of each node", "by one for all"]
+    ("is_bucket", "num_bytes", "is_shared"),
+    [(True, LEAST_BYTES, True), (True, LEAST_BYTES - 1, False), (False, LEAST_BYTES, False)],
+    ids=["a share of each node", "too small for shares", "in a folder"],
 )
-def test_what_rank_0_has_measured_all_of_its_world_know(*, is_shared: bool, together: float) -> None:
+def test_what_rank_0_has_measured_all_of_its_world_know(*, is_bucket: bool, num_bytes: int, is_shared: bool) -> None:
     """Newcomers too, and where the one that has measured it is gone: until the next one has measured anew."""
-    times = [SaveTime(is_shared=is_shared) for _ in range(3)]
+    times = [SaveTime(is_bucket=is_bucket) for _ in range(3)]
 
     def enter(generation: int, *of_ranks: SaveTime) -> None:
         members = tuple(map(make_member, range(len(of_ranks))))
@@ -253,14 +256,15 @@ def test_what_rank_0_has_measured_all_of_its_world_know(*, is_shared: bool, toge
 
     enter(0, *times)
     assert step(*times) == 0
-    times[1].measured = 400.0  # of a state that it has saved for itself
-    times[0].measured = 150.2
-    assert [step(*times) for _ in range(2)] == [151, 0], "told once"
-    assert [one.seconds for one in times] == [together] * 3
-    newcomer = SaveTime(is_shared=is_shared)
+    times[1].note_written(400.0, num_bytes)  # of a state that it has saved for itself
+    times[0].note_written(150.2, num_bytes)
+    told = 151 if is_shared else -151
+    assert [step(*times) for _ in range(2)] == [told, 0], "told once"
+    assert [one.seconds for one in times] == [151 / 3 if is_shared else 151.0] * 3
+    newcomer = SaveTime(is_bucket=is_bucket)
     enter(1, times[2], newcomer)
-    assert [step(times[2], newcomer) for _ in range(2)] == [151, 0]
+    assert [step(times[2], newcomer) for _ in range(2)] == [told, 0]
     assert newcomer.seconds == (151 / 2 if is_shared else 151.0)
-    times[2].measured = 20.0
+    times[2].note_written(20.0, num_bytes)
     step(times[2], newcomer)
     assert newcomer.seconds == (10.0 if is_shared else 20.0)

@@ -6,7 +6,7 @@ import os
 
 from elastic_train.errors import DISK_FULL
 from elastic_train.preemption import SAVE_SOONER, Fit, fit_of
-from elastic_train.storage.shares import LEAST_BYTES
+from elastic_train.storage.shares import senders
 from elastic_train.storage.store_urls import is_url
 from elastic_train.tools.check.advice import (
     Finding,
@@ -220,11 +220,14 @@ def grace_is_long_enough(gathered: Gathered) -> list[Finding]:
     given = [(one.notice_seconds, one.notices_of) for one in gathered.workers if one.notice_seconds is not None]
     if given:
         notice, source = min(given)
-        num_nodes, sizes = len(gathered.nodes), [one.state_bytes or 0 for one in gathered.workers]
-        is_shared = max(sizes) >= LEAST_BYTES and all(is_url(one.snapshot_dir) for one in gathered.workers)
-        if is_shared and num_nodes > 1:  # all are taken at once, and each sends its share
-            seconds /= num_nodes
-            what += f", {seconds:.1f} s by {num_nodes} nodes together"
+        num_senders = senders(
+            len(gathered.nodes),
+            max(one.state_bytes or 0 for one in gathered.workers),
+            is_bucket=all(is_url(one.snapshot_dir) for one in gathered.workers),
+        )
+        if num_senders > 1:  # all are taken at once, and each sends its share
+            seconds /= num_senders
+            what += f", {seconds:.1f} s by {num_senders} nodes together"
         findings += _time_to_save(
             seconds,
             notice,
