@@ -20,8 +20,9 @@ from elastic_train.storage.shares import senders
 from elastic_train.training.state import TrainState
 from elastic_train.world import World
 
-TOLD_CHANGE = 0.25
-"""relative change of the interval, since the last report, that is reported"""
+KEPT_FACTOR = 2.0
+"""An interval is kept while it is at most this many times the best one, and at least its inverse. The loss is then at
+most a quarter larger than at the best one, which moves with the noise of a few steps."""
 IDLE_STEPS = 64
 BUSY_STEPS = 1024
 """number of the newest steps in a median; a snapshot may hang for as long as its store does"""
@@ -99,7 +100,8 @@ class SnapshotSchedule:
         self._costs: deque[float] = deque(maxlen=COSTS)
         self.seconds = interval.first_seconds
         """between the starts of two snapshots, if the interval is not a number of steps"""
-        self._told_seconds = 0.0
+        self._decided_at: int | None = None
+        """number of failures when the interval in use was decided"""
         self._counted: tuple[list[dict[str, Any]], int] = ([], 0)
         """the incidents that were counted, and their number"""
         self._failures = 0
@@ -170,16 +172,18 @@ class SnapshotSchedule:
         self._num_busy = 0
 
     def adapt(self, state: TrainState) -> IntervalChanged | None:
-        """Take the interval that is now best, if it is `auto`. Returns what to report where it has changed much."""
+        """Take the interval that is now best, if it is `auto`, and far from the one in use or after another failure.
+        Returns the event to log if it has changed."""
         cost = self.cost_seconds
         if not self._interval.is_auto or cost is None:
             return None
         failures = self._count_failures(state.incidents)
         failure_seconds = mean_failure_seconds(sum(state.clock.totals().values()), failures)
-        self.seconds = best_interval(cost, failure_seconds)
-        if abs(self.seconds - self._told_seconds) <= TOLD_CHANGE * self._told_seconds:
+        best = best_interval(cost, failure_seconds)
+        is_near = self.seconds <= KEPT_FACTOR * best and best <= KEPT_FACTOR * self.seconds
+        if failures == self._decided_at and is_near:
             return None
-        self._told_seconds = self.seconds
+        self.seconds, self._decided_at = best, failures
         return IntervalChanged(
             seconds=self.seconds, cost_seconds=cost, failures=failures, failure_seconds=failure_seconds
         )

@@ -179,6 +179,22 @@ def test_auto_follows_costs_and_failures_and_tells_what_changes_much() -> None:
     assert schedule.seconds == pytest.approx(best_interval(0.5, PRIOR_FAILURE_SECONDS / 10), rel=0.01)
 
 
+def test_auto_keeps_an_interval_that_costs_of_some_noise_put_near_the_best_one() -> None:
+    """A new failure is no noise: with it the best one is taken."""
+    clock, state = Clock(), make_state()
+    schedule = SnapshotSchedule(SnapshotInterval(), now=clock)
+    told = []
+    for cost in (0.02, 0.05, 0.03, 0.01, 0.02, 0.04, 0.03):  # medians of 0.02 to 0.035
+        schedule.note_written(stall_seconds=cost)
+        told.append(schedule.adapt(state))
+    assert [one is not None for one in told] == [True] + [False] * 6
+    state.incidents.append({"cause": "peer_lost"})
+    assert (schedule.adapt(state) or {})["cost_seconds"] == 0.03
+    for _ in range(3):
+        schedule.note_written(stall_seconds=0.5)
+    assert (schedule.adapt(state) or {})["cost_seconds"] == 0.5
+
+
 class Read(list[dict[str, Any]]):
     """Notes how often its entries are read."""
 
