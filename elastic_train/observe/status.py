@@ -98,6 +98,7 @@ class Status:
     best: Line | None = None
     """`step` and `metric` of the best model so far, of result.json or the newest event that says it"""
     snapshot: NewestSnapshot | None = None
+    bucket: str | None = None  # the URL below which snapshots are
     incidents: tuple[Line, ...] = ()
     """oldest first, as result.json has them"""
     warnings: tuple[str, ...] = ()
@@ -117,7 +118,8 @@ class Status:
 
 def missing(run_dir: Path) -> RunDirectoryError:
     if is_url(run_dir):
-        return RunDirectoryError(f"{run_dir} is no run directory; elastic-train snapshot list shows what is at a URL")
+        url = str(run_dir).replace(":/", "://", 1)  # of two slashes a Path keeps one
+        return RunDirectoryError(f"{url} is no run directory; elastic-train snapshot list {url} shows what is there")
     what = "is not a directory" if run_dir.exists() else "does not exist"
     return RunDirectoryError(f"{run_dir} {what}; --run-dir of the training says where the run is")
 
@@ -189,6 +191,7 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         test_metrics=test_metrics,
         best=_best(world, current_result),
         snapshot=_newest_remote_snapshot(workers) if snapshot is None else _told(snapshot),
+        bucket=str(config["snapshot_dir"]) if is_url(config.get("snapshot_dir")) else None,
         incidents=incidents_of(workers, current_result),
         warnings=tuple(dict.fromkeys([*warnings_of(workers), *problems])),
         is_drill=is_drill,

@@ -53,7 +53,7 @@ def describe(status: Status, now: float) -> list[tuple[str, str]]:
         row(f"test {name}", f"{value}{at}")
     if (best := status.best) is not None:
         row("best", f"{best['metric']:g} at step {best['step']}")
-    row("snapshot", _describe_snapshot(status.snapshot, now))
+    row("snapshot", _describe_snapshot(status.snapshot, status.bucket, now))
     row("training", None if status.goodput_ratio is None else f"{status.goodput_ratio:.0%} of the wall time")
     at = f" at step {status.bill_step}" if status.bill_step != status.step else ""
     row("bill", (told := describe_bill(status.bill)) and f"{told}{at}")
@@ -93,7 +93,9 @@ def _of(value: int | None, total: int | None) -> str | None:
     return f"{value} of {total}" if value <= total else f"{value}, more than the {total} asked for"
 
 
-def _describe_snapshot(snapshot: NewestSnapshot | None, now: float) -> str:
+def _describe_snapshot(snapshot: NewestSnapshot | None, bucket: str | None, now: float) -> str:
+    if snapshot is None and bucket is not None:  # machines that are new have no event of one
+        return f"none that these files tell of; elastic-train snapshot list {bucket} shows what is there"
     if snapshot is None:
         return "none"
     size = human_bytes(snapshot.bytes or 0)

@@ -653,6 +653,18 @@ def test_the_flags_are_those_of_the_newest_world_whatever_its_clock_says(run_dir
     assert read_history(run_dir).config["snapshot_dir"] == "/elsewhere"
 
 
+@pytest.mark.parametrize(("key", "flag"), [(None, ""), ("/k/run.key", " --snapshot-key /k/run.key")])
+def test_how_snapshots_in_a_bucket_are_verified_is_told_whole(run_dir: Path, key: str | None, flag: str) -> None:
+    def move(lines: list[Line]) -> list[Line]:
+        there = {"snapshot_dir": "s3://bucket/run", "snapshot_key": key}
+        return [{**line, "config": {**line["config"], **there}} if "config" in line else line for line in lines]
+
+    for member in MEMBERS:
+        edit_lines(events_of(run_dir, member), move)
+    told = f"; those of s3://bucket/run: elastic-train snapshot verify s3://bucket/run{flag}"
+    assert read_history(run_dir).in_bucket == told
+
+
 @pytest.mark.parametrize(
     ("member", "ahead", "is_anew"),
     [

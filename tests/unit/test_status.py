@@ -154,7 +154,7 @@ def test_each_incident_is_told_once_the_newest_first(files: Files) -> None:
 
 
 def test_a_url_is_no_run_directory() -> None:
-    with pytest.raises(RunDirectoryError, match="elastic-train snapshot list shows what is at a URL"):
+    with pytest.raises(RunDirectoryError, match=r"^s3://bucket/run-1 is no .* snapshot list s3://bucket/run-1 shows"):
         status.read_status(Path("s3://bucket/run-1"), NOW)
 
 
@@ -458,6 +458,15 @@ def test_snapshots_are_found_and_damaged_ones_named(files: Files) -> None:
     assert dict(describe(found, NOW))["snapshot"].startswith("step 7, 1 min 40 s ago, 5.0 kB, ")
     assert [line for line in found.warnings if "step-000000000014" in line]
     assert (found.length, found.last_step) == (LENGTH, EPOCHS * STEPS_PER_EPOCH)
+
+
+def test_new_machines_are_told_where_snapshots_below_a_url_are(files: Files) -> None:
+    worker = files.worker(0, started=NOW - 20)
+    config = {"epochs": EPOCHS, "global_batch_size": BATCH, "max_steps": None, "snapshot_dir": "s3://bucket/run"}
+    worker.write("start", NOW - 19, config=config)
+    worker.enter(0, NOW - 15)
+    told = "none that these files tell of; elastic-train snapshot list s3://bucket/run shows what is there"
+    assert dict(describe(read(files), NOW))["snapshot"] == told
 
 
 def test_snapshots_below_a_url_are_told_by_the_events_alone(files: Files) -> None:

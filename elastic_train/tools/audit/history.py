@@ -139,8 +139,9 @@ class History:
     @property
     def in_bucket(self) -> str:
         """Where the snapshots are that are not looked at here, as the end of a sentence; empty where they are."""
-        place = self.config.get("snapshot_dir")
-        return f"; those of {place}: elastic-train snapshot verify {place}" if is_url(place) else ""
+        place, key = self.config.get("snapshot_dir"), self.config.get("snapshot_key")
+        by_key = f" --snapshot-key {key}" if key else ""
+        return f"; those of {place}: elastic-train snapshot verify {place}{by_key}" if is_url(place) else ""
 
     @cached_property
     def written(self) -> list[Step]:
