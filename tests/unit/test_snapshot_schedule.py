@@ -189,10 +189,14 @@ def test_auto_keeps_an_interval_that_costs_of_some_noise_put_near_the_best_one()
         told.append(schedule.adapt(state))
     assert [one is not None for one in told] == [True] + [False] * 6
     state.incidents.append({"cause": "peer_lost"})
-    assert (schedule.adapt(state) or {})["cost_seconds"] == 0.03
+    changed = schedule.adapt(state)
+    assert changed is not None
+    assert changed.cost_seconds == 0.03
     for _ in range(3):
         schedule.note_written(stall_seconds=0.5)
-    assert (schedule.adapt(state) or {})["cost_seconds"] == 0.5
+    changed = schedule.adapt(state)
+    assert changed is not None
+    assert changed.cost_seconds == 0.5
 
 
 class Read(list[dict[str, Any]]):
