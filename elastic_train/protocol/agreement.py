@@ -1,20 +1,20 @@
-"""Workers agree on the next world: one of them proposes, they decide, any of them may die at any moment.
+"""The agreement on the next world: one worker proposes, all decide, and any worker may die at any moment.
 
 The protocol, for the members of the world that ends:
 
-1. Each member says that it is here (`Presence`), or that it leaves on purpose.
-2. The lowest rank that is neither dead nor silent collects what the others say, until each old rank is here, has left,
-   is dead, or is given up. It adds the newcomers that it has chosen, and proposes the list (`Decision`). Where it gets
-   no answer from the place in which decisions are claimed, the next rank that does proposes beside it.
-3. They make that list, or an earlier one, the only successor of the world (ballots.py). A worker that is not on it must
-   not train on.
+1. Each member reports that it is present (`Presence`), or that it leaves on purpose.
+2. The proposer, the lowest rank that is neither dead nor silent, collects these reports until each old rank is present,
+   has left, is dead, or is given up. It adds the newcomers that it has chosen and proposes the list (`Decision`). If
+   the place for claims does not answer the proposer, the next rank that gets an answer there proposes as well.
+3. The members make that list, or an earlier one, the only successor of the world (ballots.py). A worker that is not on
+   the list must not train on.
 
-Nobody is special: when the proposer dies, the next rank proposes. Each look takes a bounded number of store operations
-and returns a value; a thin driver acts on it.
+No member is special: when the proposer dies, the next rank proposes. Each `look` takes a bounded number of store
+operations and returns a value; a thin driver acts on that value.
 
-In a large world a member pings few others (neighbours.py). A member that waits for a lower rank pings that one too, and
-the proposer pings all while it proposes. Where it has not pinged a dead member before, it leaves the proof to
-those that have: they report it in their `Presence`.
+In a large world a member pings only some neighbours (neighbours.py). While it waits for a lower rank it pings that rank
+too. The proposer pings all members. It cannot prove the death of a member that it did not ping before: the neighbours
+of the dead member prove that death and report it in their `Presence`.
 """
 
 from __future__ import annotations
@@ -36,56 +36,56 @@ if TYPE_CHECKING:
     from elastic_train.protocol.peers import PeerJob
 
 NUM_AWAITED = 3
-"""of the lower ranks that may propose, those that a member watches: the first of them may be silent"""
+"""how many of the lower ranks that may propose a member watches: the first of them may be silent"""
 
 
 class Liveness(StrEnum):
-    """What is known of a member that has not come to the agreement."""
+    """The liveness status of a member that has not come to the agreement."""
 
     ALIVE = "alive"
-    """or not known to be out: it is waited for"""
+    """or not known to be out of the world: the proposer waits for it"""
     DEAD = "dead"
-    """proven, and in time (laws.py)"""
+    """proven dead in time (laws.py)"""
     UNKNOWN = "unknown"
-    """silent or stuck for too long: it is out, and may live"""
+    """silent or stuck for too long: it is left out, though its process may live"""
 
 
 @dataclass(frozen=True)
 class Presence:
-    """What a member says of itself when it wants to be in the next world."""
+    """The report of a member that wants to be in the next world."""
 
     max_generation: int | None
     """largest generation that it knows of"""
     unreachable: tuple[int, ...] = ()
-    """old ranks that it could not reach, where it had reason to look"""
+    """old ranks that it could not reach, as far as it had reason to try"""
     dead: tuple[str, ...] = ()
     """uids of old members that it has proven dead in time"""
     lacks_place: bool = False
-    """whether a place where it would claim a decision does not answer it: then one that is answered is to propose"""
+    """whether the place for claims does not answer it: then a member that gets an answer there is to propose"""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The one successor of a world, told as what differs from it."""
+    """The one successor of a world, written as the difference from that world."""
 
     generation: int
     uid: str
-    """of the world that it makes"""
+    """of the new world"""
     ranks: tuple[int, ...]
     """old ranks, by rank in the new world"""
     new: tuple[Member, ...] = ()
     """newcomers, without their agreement texts; their ranks follow"""
     lost: tuple[int, ...] = ()
-    """old ranks that are dead, or were given up"""
+    """old ranks that are dead or were given up"""
     left: tuple[int, ...] = ()
     """old ranks that left on purpose"""
     dead: tuple[str, ...] = ()
-    """uids of those that are proven dead, or have left, or that a branch goes on without: they have no vote any more"""
+    """uids of members without a vote from now on: proven dead, left, or left behind by a branch"""
     facts: Mapping[str, str] = field(default_factory=dict)
     """what the members know of the job, for the newcomers"""
 
     def __post_init__(self) -> None:
-        # Their texts are equal, and a fact of the job: a thousand copies would fill every store.
+        # All agreement texts are equal, and the job has the text as a fact: a thousand copies would fill every store.
         object.__setattr__(self, "new", tuple(replace(one, agreement={}) for one in self.new))
 
     def to_json(self) -> str:
@@ -105,12 +105,12 @@ class Decision:
         return decision
 
     def members_after(self, world: World | None) -> tuple[Member, ...]:
-        """The members that it makes of those of `world`, by rank; agreement texts are kept by nobody."""
+        """The members of the new world, which follows `world`, by rank, without their agreement texts."""
         old = () if world is None else tuple(world.members[rank] for rank in self.ranks)
         return tuple(replace(one, max_generation=self.generation, agreement={}) for one in (*old, *self.new))
 
     def world_for(self, uid: str, world: World) -> World | None:
-        """What follows `world`, as the member `uid` sees it; None where it is not in it."""
+        """The successor of `world` as the member `uid` sees it; None if that member is not in it."""
         members = self.members_after(world)
         uids = [member.uid for member in members]
         return World(uids.index(uid), self.generation, members, world.max_world_size, self.uid) if uid in uids else None
@@ -118,12 +118,12 @@ class Decision:
 
 @dataclass(frozen=True)
 class Denied:
-    """A proposal that was not decided; the next look may."""
+    """The result of a proposal that was not decided; the next look may decide it."""
 
     votes: tuple[str, ...] = ()
-    """uids of the voters without whom this side may not go on; empty where another one is proposing"""
+    """uids of the voters without whose votes this side may not go on; empty if another member is proposing"""
     gone_on: int | None = None
-    """generation of a world in which one of them trains, on another way than this member's: it is left behind"""
+    """generation of a later world of the job, in which others train: this member is left behind"""
 
 
 # --- what a look finds ------------------------------------------------------------------------------------------------
@@ -131,17 +131,17 @@ class Denied:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing is decided yet."""
+    """The result that nothing is decided yet."""
 
     ranks: tuple[int, ...] = ()
-    """for whom; empty where the next look may already find more"""
+    """ranks to wait for; empty if the next look may already find more"""
     votes: tuple[str, ...] = ()
-    """uids without whose vote this side may not go on"""
+    """uids of the voters without whose votes this side may not go on"""
 
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """The others went on from a world before this one, which nobody has trained in long enough to settle it."""
+    """The result that other members went on from a world before this one, and that no member has settled this one."""
 
     generation: int
 
@@ -153,14 +153,14 @@ class Agreement:
     """One member's part in the agreement on what follows `world`.
 
     Args:
-        presence: what this member says of itself.
-        contacts: of this member, in `world`; who has given no sign of life just now is not asked, it would only wait.
-        status: what is known of an old member.
-        newcomers: asked once, when this member proposes, for those to be admitted.
-        draw_uid: names a world that nobody else has.
-        witnesses: ranks that may prove the death of one that is gone, and that this member has not watched in time.
-        is_early: whether what others say of this member may be of before: it was suspended, and has contact again.
-        reach: told, as `proposed`, before the store is asked to decide, for the faults of drills.
+        presence: the first report of this member.
+        contacts: of this member, in `world`. A member that was not heard just now is not asked: that would only block.
+        status: returns the liveness status of an old member.
+        newcomers: called each time that this member proposes; returns the newcomers to admit.
+        draw_uid: returns a new uid for a world.
+        witnesses: returns the ranks that may prove the death of an old rank which this member has not pinged in time.
+        is_early: whether reports about this member may be outdated: it was suspended and has contact again.
+        reach: called with `proposed` before the store is asked to decide; drills inject faults there.
     """
 
     def __init__(
@@ -184,11 +184,11 @@ class Agreement:
         self._present: dict[int, Presence] = {world.rank: presence}
         self._is_told = False
         self.asks_others = False
-        """whether the others are asked too, not only what this member was told"""
+        """whether `look` asks other members for the decision, besides this member's own store"""
 
     def has_come(self, rank: int) -> bool:
-        """Whether an old rank takes part in this agreement, too; it is asked where that is not known. Two that both
-        wait for a third one would else give each other up together with that."""
+        """Return whether an old rank takes part in this agreement; ask its store if that is not known. Without this,
+        two members that wait for a third member would give up each other along with the third."""
         if rank not in self._present and self._is_heard(rank):
             self._note_present([rank])
         return rank in self._present
@@ -197,7 +197,7 @@ class Agreement:
         return self._contacts.is_heard(self._world.members[rank])
 
     def look(self) -> Found:
-        """Raises: StoreUnreachable; JobFailed where this member has heard that the job cannot go on."""
+        """Take one step. Raises: StoreUnreachable; JobFailed if a member has announced that the job cannot go on."""
         job, world = self._job, self._world
         left = job.left(world)
         found = {rank: self._status_of(rank, left) for rank in sorted(self._contacts.watched)}
@@ -222,7 +222,7 @@ class Agreement:
         proposers = tuple(islice(lower, NUM_AWAITED))
         if proposers:
             self._contacts.watch_too(proposers)
-            if proposers[0] in asked:  # it may be a newcomer that nobody has told: this tells it
+            if proposers[0] in asked:  # it may be a newcomer that does not know its world yet: this call informs it
                 self._note_present(proposers[:1])
             return Wait(proposers[:1])
         others = [rank for rank in range(len(world.members)) if rank != world.rank]
@@ -236,7 +236,7 @@ class Agreement:
             self._is_told = True
 
     def _leaves_it(self, rank: int) -> bool:
-        """Whether a lower rank could not claim what it proposes, and this one may be able to."""
+        """Return whether a lower rank could not claim its proposal, while this member may be able to."""
         return rank in self._present and self._present[rank].lacks_place and not self._mine.lacks_place
 
     def _status_of(
@@ -249,18 +249,18 @@ class Agreement:
             self._present[rank] = from_json(Presence, text)
 
     def _gone(self, found: Mapping[int, Liveness], side: Collection[int]) -> set[str]:
-        """uids of those that are proven dead, or have left, by what the members of this side say."""
+        """Return the uids of members that are proven dead or have left, as the members of this side report."""
         gone = {self._world.members[rank].uid for rank, status in found.items() if status is Liveness.DEAD}
         gone |= {uid for rank in side for uid in self._present[rank].dead}
         return gone - {self._world.members[rank].uid for rank in side}
 
     def _ended(self, out: Sequence[Member], gone: Collection[str]) -> frozenset[str]:
-        """As `job.ended_holders`, where each of the members that are out is gone for sure; others may have a state."""
+        """Return `job.ended_holders`; nothing if a member in `out` may live, for that member may have a state."""
         is_anybody_silent = any(one.uid not in gone and not self._contacts.is_gone(one) for one in out)
         return frozenset() if is_anybody_silent else self._job.ended_holders({*gone, *(one.uid for one in out)})
 
     def _unproven(self, out: Collection[int], gone: Collection[str], side: Collection[int]) -> dict[int, set[int]]:
-        """Dead members whose death is not proven yet, each with the members of this side that may soon prove it."""
+        """Return the ranks whose death is not proven yet, each with the members of this side that may soon prove it."""
         members = self._world.members
         unproven = {rank: {*self._witnesses(rank)} & {*side} for rank in out if members[rank].uid not in gone}
         return {rank: witnesses for rank, witnesses in unproven.items() if witnesses}

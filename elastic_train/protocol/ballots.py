@@ -1,9 +1,9 @@
-"""How members decide what follows a world: by Paxos, or by a claim in a place that they share.
+"""The decision on the successor of a world: by Paxos, or by a claim in a place that the members share.
 
-It is single-decree Paxos (Lamport, "The Part-Time Parliament", 1998) over one **register** for each node of the world,
-an acceptor that lies in the store of the node's first member. A proposer changes it by compare-and-swap, so that a
-member votes even while its own threads do something else. Which votes are enough is said by laws.py, and when a claim
-makes up for them by arbiter.py.
+This is single-decree Paxos (Lamport, "The Part-Time Parliament", 1998) over one **register** for each node of the
+world: the acceptor, in the store of the node's first member. The proposer changes it there by compare-and-swap, so a
+member votes even while its own threads are busy. laws.py defines which votes are enough, and arbiter.py when a claim
+makes up for votes.
 """
 
 from __future__ import annotations
@@ -30,48 +30,48 @@ Ballot = tuple[int, int]
 JOB = "job_token"
 """the fact that names the job"""
 LAST_ATTEMPT = 10**9
-"""of the ballot by which a member that is left out accepts for good"""
+"""attempt in the ballot of a member that is left out: it accepts nothing after that"""
 
 
 class Vote(IntEnum):
-    """What a voter has accepted its decision for."""
+    """The purpose for which a voter has accepted its decision."""
 
     BALLOT = 0
-    """some ballot, perhaps before a claim"""
+    """an ordinary ballot, perhaps before a claim"""
     ALL = 1
-    """one of all votes, which may have decided it: then a claim of another one does not count"""
+    """a ballot that needs all votes, and may have decided: a claim of another decision no longer counts"""
     ACTS = 2
-    """this member is about to act on it"""
+    """this member is about to act on the decision"""
 
 
 @dataclass(frozen=True)
 class Register:
-    """What one voter has promised and accepted about the successor of one world."""
+    """The promise and the vote of one voter about the successor of one world."""
 
     promised: Ballot = (0, -1)
-    """the largest ballot that it has answered: it accepts nothing below"""
+    """the largest ballot that it has answered: it accepts no smaller one"""
     ballot: Ballot | None = None
-    """of what it has accepted"""
+    """ballot in which it accepted `decision`"""
     decision: str | None = None
     vote: Vote = Vote.BALLOT
 
 
 def promise(register: Register, ballot: Ballot) -> Register:
-    """The first phase."""
+    """Return the register after the first phase of `ballot`."""
     return replace(register, promised=ballot) if ballot > register.promised else register
 
 
 def accept(register: Register, ballot: Ballot, decision: str, vote: Vote = Vote.BALLOT) -> Register:
-    """The second phase."""
+    """Return the register after the second phase of `ballot`."""
     if ballot < register.promised:
         return register
     return Register(ballot, ballot, decision, max(vote, register.vote if register.decision == decision else vote))
 
 
 def follow(register: Register, rank: int, decision: str) -> Register:
-    """The vote of the member of `rank`, its own, for a decision that it is about to act on; later than every ballot
-    that it has answered, so that nobody who asks all gets this vote for another one. Not where all votes may have
-    decided another one."""
+    """Return the member's own register with its vote for the decision that it is about to act on. The ballot is above
+    every ballot that the register has answered, so a proposer that asks all members cannot get this vote for another
+    decision. If all votes may have decided another one, the register stays as it is."""
     if register.decision == decision:
         return replace(register, vote=Vote.ACTS)
     if register.vote is not Vote.BALLOT:
@@ -81,26 +81,26 @@ def follow(register: Register, rank: int, decision: str) -> Register:
 
 
 def newest(registers: Collection[Register]) -> str | None:
-    """The decision that a ballot which has collected these goes on with; None where it is free."""
+    """Return the decision that a ballot must keep after it collected these registers; None if it is free to choose."""
     accepted = [one for one in registers if one.ballot is not None]
     found = max(accepted, key=lambda one: (one.vote is Vote.ACTS, one.ballot), default=None)
     return None if found is None else found.decision
 
 
 def is_open(registers: Collection[Register]) -> bool:
-    """Whether more than one decision may be claimed, and nobody is about to act on one: then the place alone knows
-    whose stands."""
+    """Return whether several decisions may be claimed while no member is about to act on one: then only the place for
+    claims knows which one stands."""
     is_acted_on = any(one.vote is Vote.ACTS for one in registers)
     return not is_acted_on and len({one.decision for one in registers if one.ballot is not None}) > 1
 
 
 def release(rank: int, decision: str) -> Register:
-    """The last vote of one that is left out."""
+    """Return the register with the final vote of a member that is left out."""
     return Register((LAST_ATTEMPT, rank), (LAST_ATTEMPT, rank), decision, Vote.ACTS)
 
 
 def change(store: KeyValueStore, world: World, rule: Callable[[Register], Register]) -> Register:
-    """What stands in a register after a rule was applied. Raises: StoreUnreachable; it may be applied all the same."""
+    """Apply a rule to a register and return the result. Raises: StoreUnreachable, after which it may be applied too."""
     key = f"{world.key}/register"
     while True:
         text = store.get(key) or ""
@@ -112,53 +112,53 @@ def change(store: KeyValueStore, world: World, rule: Callable[[Register], Regist
 
 @dataclass(frozen=True)
 class Round:
-    """One attempt at a decision, over connections of its thread."""
+    """One attempt at a decision, over the connections of one thread."""
 
     clients: Clients
     world: World
     worlds: Sequence[Voters]
-    """since the last settled one, without those that are known to be dead"""
+    """of the worlds since the last settled one, without the votes of members known to be dead"""
     proposal: str
     reachable: Sequence[int]
-    """ranks that may be asked, this one first"""
+    """ranks that may be asked, this member's own first"""
     dead: frozenset[str]
     answering: frozenset[str] = frozenset()
-    """uids of members of this world that answer probes, whether they take part or not"""
+    """uids of members of this world that answer pings, whether they take part or not"""
     ended: frozenset[str] = frozenset()
-    """as `PeerJob.ended_holders`: their votes are not waited for, where a claim is made"""
+    """result of `PeerJob.ended_holders`: a claim does not wait for the votes of these members"""
     needs_votes: bool = True
-    """whether a claim does not make up for them"""
+    """False if a claim makes up for votes"""
     needs_all: bool = False
-    """whether each that can be reached has to accept, for whoever has not may claim another decision later"""
+    """whether each reachable member has to accept: one that has not may claim another decision later"""
     is_lost: bool = False
-    """whether nobody can be told any more what was claimed"""
+    """whether the claims are lost: no member can learn any more what was claimed"""
 
     @property
     def voters(self) -> list[int]:
-        """Ranks that are asked for a vote. This one may have accepted a decision without being an elector."""
+        """Ranks that are asked for a vote. This member's own may have accepted a decision without being an elector."""
         if self.needs_all:
             return list(self.reachable)
         electors = {uid for voters in self.worlds for uid in voters.electors} | {self.world.me.uid}
         return [rank for rank in self.reachable if self.world.members[rank].uid in electors]
 
     def accepted(self, promises: Mapping[int, Register]) -> str | Denied | None:
-        """What this ballot goes on with; None where it is free. Denied where that is not known: a claim may stand."""
-        # Who has not answered may act on a claim.
+        """Return what this ballot must keep; None if it is free; Denied if unknown, as an unread claim may stand."""
+        # A member that has not answered may act on a claim.
         if self.needs_all and (len(promises) < len(self.voters) or (not self.is_lost and is_open(promises.values()))):
             return Denied()
         return newest(promises.values())
 
     def change_registers(self, ranks: Sequence[int], rule: Callable[[Register], Register]) -> dict[int, Register]:
-        """What stands in each afterwards, by rank; without those that cannot be reached: there the change may have been
-        made all the same, and is one more vote."""
+        """Apply a rule to the registers of `ranks` and return them by rank. Unreachable ones are missing; the rule may
+        have been applied there all the same, which makes one more vote."""
         return self.clients.ask_each(self.world, ranks, lambda store: change(store, self.world, rule))
 
 
 class Ballots:
-    """One member's proposals of what follows a world, and what it is told of those of others.
+    """One member's proposals for the successor of a world, and the decisions that it learns from other members.
 
-    For the training thread and the one that prepares a join, each with connections of its own. Its lock guards the
-    number of the attempt: each proposal has a ballot of its own.
+    For the training thread and the thread that prepares a join, each with connections of its own. The lock guards the
+    number of the attempt, so that each proposal has a ballot of its own.
 
     Args:
         facts: what this member knows of the job, as it grows.
@@ -172,7 +172,7 @@ class Ballots:
         self._lock = threading.Lock()
 
     def decide(self, round_: Round) -> str | Denied:
-        """Make its proposal, or one that others have accepted before, the successor of its world. On either thread."""
+        """Make the proposal of `round_`, or an earlier accepted one, the successor of its world. On either thread."""
         if not self._arbitration.is_needed(self._known.voters):
             return self.decide_by_votes(round_)
         is_lost = False
@@ -183,18 +183,18 @@ class Ballots:
         except ArbiterSilent as error:
             is_lost = isinstance(error, ArbiterLost)
         silent = silent_members(round_.worlds, uids(round_.world, round_.reachable))
-        if silent:  # they may act on a claim, or on all votes
+        if silent:  # these members may act on a claim, or on the votes of all
             return self._elsewhere.denied(round_, silent)
         return self.decide_by_votes(replace(round_, needs_all=True, is_lost=is_lost))
 
     def decide_by_votes(self, round_: Round) -> str | Denied:
-        """The same, where no claim counts."""
+        """As `decide`, where no claim counts."""
         collected = self._collect(round_)
         if isinstance(collected, Denied):
             return collected
         ballot, voters, chosen = collected
         bound: set[int] = set()
-        # Of all its own vote last: until the others are bound it may follow a claim.
+        # Where all votes are needed, its own comes last: until the others are bound this member may follow a claim.
         for ranks in (round_.voters[1:], round_.voters[:1]) if round_.needs_all else (voters,):
             bound |= self._accept(round_, ballot, ranks, chosen)
             if round_.needs_all and not bound.issuperset(ranks):
@@ -207,16 +207,16 @@ class Ballots:
         return chosen
 
     def _decide_by_claim(self, round_: Round) -> str | Denied | None:
-        """None where all votes may have decided another one than stands. Raises: ArbiterSilent."""
+        """As `decide`; None if all votes may have decided something else than was claimed. Raises: ArbiterSilent."""
         worlds = [one.without(round_.ended) for one in round_.worlds]
         round_ = replace(round_, worlds=worlds, dead=round_.dead | round_.ended)
         world, side = round_.world, uids(round_.world, round_.reachable)
-        # Not only for what stands: where the place is silent, two that have each voted for their own decision below,
-        # and may have claimed it, wait for it both.
+        # This also tests whether the place answers. Else two members could each vote for a decision of their own below,
+        # perhaps claim it, and then both wait for the silent place.
         standing = self._claim(world, None)
         if standing is not None:
             return self._follow(round_, standing)
-        # Who has no state may not carry the job away alone: where all who had it are dead, it takes votes besides.
+        # Members without a state may not take the job over by a claim alone: if all that had it are dead, votes count.
         is_enough = self._arbitration.is_enough(self._known.voters) and bool(self._known.holders(round_.dead))
         if not may_go_on(worlds, side) and not (is_enough and self._arbitration.has_given_way(world.uid)):
             return self._elsewhere.denied(round_, missing_votes(worlds, side))
@@ -224,15 +224,15 @@ class Ballots:
         if isinstance(collected, Denied):
             return collected
         ballot, voters, chosen = collected
-        # Votes before the claim: where others may decide by these alone, they are bound to it. Else its own, so that
-        # who asks all, where the place is silent, mostly goes on with what this one claims.
+        # Votes come before the claim: members that may decide by votes alone are then bound to it. Where a claim is
+        # enough, only its own vote does: should the place fall silent, a round of all votes mostly finds the claim.
         bound = self._accept(round_, ballot, [world.rank] if is_enough else voters, chosen)
         if world.rank not in bound or not (is_enough or may_go_on(worlds, uids(world, bound))):
             return Denied()
         standing = self._claim(world, chosen)
         assert standing is not None, "something was claimed"
         outcome = self._follow(round_, standing)
-        if outcome == standing.decision:  # who finds no claim any more collects it
+        if outcome == standing.decision:  # a member that cannot read the claim later finds these votes
             self._accept(round_, ballot, voters, standing.decision)
         return outcome
 
@@ -257,12 +257,12 @@ class Ballots:
         return standing.decision
 
     def _has_voted(self, clients: Clients, world: World, decision: str) -> bool:
-        """Whether this member has, for what it is about to act on: so that all votes decide nothing else."""
+        """Vote for what this member is about to act on, so that all votes decide nothing else. Return the success."""
         register = change(clients.own, world, lambda register: follow(register, world.rank, decision))
         return register.decision == decision
 
     def _collect(self, round_: Round) -> tuple[Ballot, list[int], str] | Denied:
-        """The ballot, who has promised it, and the decision to go on with: the newest that any of them has accepted."""
+        """Return the ballot, the ranks that promised it, and the newest decision that these accepted, else its own."""
         world, worlds, proposal = round_.world, round_.worlds, round_.proposal
         with self._lock:
             self._attempt += 1
@@ -278,30 +278,30 @@ class Ballots:
         if isinstance(chosen, Denied):
             return chosen
         members = uids(world, Decision.from_json(chosen).ranks)
-        # A vote is no state: who has one is to be in it.
+        # Enough of the voters must be in the new world: a vote does not hand over the state.
         if chosen is proposal and round_.needs_votes and not may_go_on(worlds, members):
             return self._elsewhere.denied(round_, missing_votes(worlds, members))
         holders = self._known.holders(round_.dead)
-        if chosen is proposal and holders and not holders & members:  # they have released their votes, not their state
+        if chosen is proposal and holders and not holders & members:  # they released their votes, but have the state
             return self._elsewhere.denied(round_, sorted(holders))
         return ballot, list(promises), chosen
 
     def _accept(self, round_: Round, ballot: Ballot, voters: Sequence[int], chosen: str) -> set[int]:
-        """Who has."""
+        """Run the second phase and return the ranks that accepted `chosen`."""
         vote = Vote.ALL if round_.needs_all else Vote.BALLOT
         votes = round_.change_registers(voters, lambda register: accept(register, ballot, chosen, vote))
         return {rank for rank, register in votes.items() if register.ballot == ballot}
 
     def _notify(self, round_: Round, chosen: str, bound: Collection[int], reachable: Sequence[int]) -> None:
-        """Who does not hear it asks the others."""
+        """Send the decision to the members of `reachable`. A member that misses it asks other members."""
         world, known = round_.world, self._known
         known.bound = uids(world, bound)
         text = json.dumps({"decision": chosen, "bound": to_runs(sorted(bound)), "since": known.voters[0].world})
         round_.clients.ask_each(world, reachable, lambda store: store.put(f"{world.key}/next", text))
 
     def decided(self, clients: Clients, world: World, asked: Sequence[int]) -> str | Denied | None:
-        """The decision that stands, as far as this member or one of the ranks `asked` knows. Denied: one of these knows
-        only that others have gone on long ago."""
+        """Return the decision that stands, if this member or one of the ranks `asked` knows it. Denied: one of these
+        ranks knows only that the job has gone on long ago."""
         key = f"{world.key}/next"
         text = clients.own.get(key)
         for rank in asked if text is None else ():
@@ -326,8 +326,8 @@ class Ballots:
         return str(told["decision"])
 
     def release(self, clients: Clients, world: World, decision: Decision) -> None:
-        """This member is left out by what follows `world`, and goes on as nobody that had a vote: none waits for it."""
-        # Its register first: whoever still collects this vote is led to the same decision.
+        """Give up the vote of this member, which the successor of `world` leaves out: no member waits for it then."""
+        # Its register first: a proposer that still collects this vote finds the same decision.
         change(clients.own, world, lambda _: release(world.rank, decision.to_json()))
         for member in decision.members_after(world):
             with contextlib.suppress(StoreUnreachable):
@@ -335,7 +335,7 @@ class Ballots:
 
 
 class Elsewhere:
-    """Whether the job trains elsewhere: of those that may know one is asked each time, for it may be silent.
+    """The question whether the job trains elsewhere; each call asks one store that may know, as one may be silent.
 
     Over the connections of a round, on its thread.
 
@@ -352,9 +352,9 @@ class Elsewhere:
         self._num_asked = 0
 
     def denied(self, round_: Round, missing: Sequence[str]) -> Denied:
-        """What a round without these votes comes to. Blocks for short timeouts."""
+        """Return the outcome of a round that lacks these votes. Blocks for short timeouts."""
         clients, members = round_.clients, round_.world.members
-        # Of those in this world, one that answers may never have entered it and train in another by now.
+        # A member of this world that answers may never have entered it, and may train in another world by now.
         inside = {member.store for member in members if member.uid not in round_.answering}
         past = self._known.past
         places = [member.store for one in past.values() for member in one.members if member.uid in missing]
@@ -370,7 +370,7 @@ class Elsewhere:
             except StoreUnreachable:
                 clients.lose(place)
                 return Denied(tuple(missing))
-            # Generations of two jobs say nothing about each other, though they have one run id: the two meet.
+            # Generations of two jobs with one run id cannot be compared: other_sides.py judges between the two jobs.
             is_another = None not in (job, self._facts.get(JOB)) and job != self._facts.get(JOB)
             if text and run_id == self._run_id and not is_another:
                 generation, uid = json.loads(text)
@@ -381,7 +381,7 @@ class Elsewhere:
         return Denied(tuple(missing))
 
     def _is_beside(self, store: KeyValueStore, position: str | None = None) -> bool:
-        """Whether this side has committed steps that another one has not: then the two meet (other_sides.py)."""
+        """Return whether this side has committed steps that the other side lacks: other_sides.py judges then."""
         own = store.get(POSITION)
         if own is None or position is None:
             return False
@@ -389,8 +389,8 @@ class Elsewhere:
         return not is_on(mine.branches, mine.step, from_json(Position, position).branches)
 
     def _loses_nothing(self, store: KeyValueStore, position: str | None = None) -> bool:
-        """Whether this member waits on one branch for a state, and finds another that has one: generations of the two
-        say nothing about each other."""
+        """Return whether this member has no state and has found a branch that has one. The generations of two branches
+        cannot be compared."""
         if position is None or store.get(POSITION) is not None:
             return False
         return from_json(Position, position).id != id_on(Branch.from_json(self._facts.get(BRANCH)))

@@ -1,5 +1,5 @@
-"""What a member knows of the worlds whose voters count, those since the last settled one; and what the members of a
-world tell each other and its newcomers.
+"""A member's knowledge of the worlds whose voters count (those since the last settled one), and the messages among the
+members of a world and to its newcomers.
 """
 
 from __future__ import annotations
@@ -20,30 +20,29 @@ from elastic_train.rules import agreeing, next_generation
 from elastic_train.world import Member, World, to_json, value_of
 
 SETTLED_REDUCTIONS = 2
-"""after which a world is settled for a member that has finished them"""
+"""reductions after which a member counts its world as settled"""
 CARRIED_FACTS = ("job_token", "run_uid", "agreement")
 KEPT_DECISIONS = 16
-"""worlds before the settled one whose successors a member knows; of older ones it knows only that they are over"""
+"""worlds before the settled one whose successors a member keeps; of older ones it knows only that they are over"""
 FORGOTTEN = "forgotten"
-"""key in a member's own store: the newest generation of which it says no more, and that of the settled world"""
+"""key in a member's own store: the newest generation whose successor it has deleted, and the settled generation"""
 RELEASED = "released"
-"""key in a member's own store: how often one has told it so; so it costs one look while nobody has"""
+"""key in a member's own store: the number of releases written there, so that a look costs one read if there is none"""
 DELETED_AT_ONCE = 100
-"""keys; the watcher's thread has other things to do"""
+"""keys deleted in one round: the watcher thread has other tasks"""
 _WORLD = re.compile(r"(?:^|/)world-(\d+)-")
 
 
 def outdated(keys: Iterable[str], settled: int) -> tuple[list[str], int | None]:
-    """(keys in a member's own store that are not needed once the world of generation `settled` is settled; the newest
+    """Return (keys in a member's own store that are not needed once generation `settled` is settled; the newest
     generation of which nothing is kept).
 
-    All keys of that world and of the one before it stay. Of some worlds before these the decisions about their
-    successors stay: a member that wakes up in one of them learns at once what followed. Votes in the ancestors of a
-    settled world are not needed: a late decision there would need members whose registers these were, and those have
-    gone on.
+    All keys of the settled world and of the world before it stay. Of KEPT_DECISIONS worlds before the settled one the
+    decision and the register stay: a member that wakes up in one of them learns at once what followed. Other votes in
+    the ancestors of a settled world are not needed: a late decision there would need members that have gone on.
     """
     generations = {key: int(found[1]) for key in keys if (found := _WORLD.search(key))}
-    # Others have left only marks of a plan that came to nothing.
+    # Other generations are only marks of a plan that failed.
     were_worlds = {generation for key, generation in generations.items() if key.endswith(("/next", "/register"))}
     before = sorted((generation for generation in were_worlds if generation < settled), reverse=True)
     over = {generation for generation in generations.values() if before and generation < before[0]}
@@ -57,23 +56,23 @@ def outdated(keys: Iterable[str], settled: int) -> tuple[list[str], int | None]:
 
 
 class OldKeys:
-    """What worlds that are over have left in a member's own store; deleted bit by bit, on the watcher's thread."""
+    """The keys that past worlds have left in a member's own store; deleted bit by bit on the watcher thread."""
 
     def __init__(self, own: OwnStore) -> None:
         self._own = own
         self._settled: list[int] = []
-        """generations, each above the one before"""
+        """generations, ascending"""
         self._num_listed = 2
-        """of them: nothing is old before the third"""
+        """how many of `_settled` are handled; nothing is old before the third"""
         self._keys: list[str] = []
 
     def note_settled(self, world: World) -> None:
-        """This member has, or has heard so. From one thread at a time."""
+        """Note that this member has settled `world`, or has heard that it is settled. From one thread at a time."""
         if not self._settled or world.generation > self._settled[-1]:
             self._settled.append(world.generation)
 
     def tend(self) -> None:
-        """Delete some of it."""
+        """Delete some of the keys."""
         num_settled = len(self._settled)
         if num_settled > self._num_listed:
             keys, settled = self._own.keys(), self._settled[num_settled - 1]
@@ -87,12 +86,13 @@ class OldKeys:
 
 
 class KnownWorlds:
-    """What one member knows of the worlds since the last settled one.
+    """One member's knowledge of the worlds since the last settled one.
 
-    For the training thread and the one that prepares a join. A lock guards `voters` and `past`, which both change.
+    For the training thread and the thread that prepares a join. A lock guards `voters` and `past`: both threads change
+    them.
 
     Args:
-        own: this member's own store, in which others say that they are nobody's voters any more.
+        own: this member's own store, into which other members write that they are released as voters.
     """
 
     def __init__(self, own: OwnStore) -> None:
@@ -100,19 +100,19 @@ class KnownWorlds:
         self.old_keys = OldKeys(own)
         self._lock = threading.Lock()
         self._heard_released: tuple[str | None, frozenset[str]] = (None, frozenset())
-        """how many have been told, and whom the keys named then; read and replaced as one"""
+        """(value of RELEASED, uids that the keys named then); read and replaced as one"""
         self.voters: tuple[Voters, ...] = ()
-        """of each of them, the present one last"""
+        """of each of these worlds, the present one last"""
         self.has_state = False
-        """whether a world was settled, as far as this member knows: then those of the first of these have the state"""
+        """whether a world was settled, as far as this member knows: then the members of the first one have the state"""
         self.bound: frozenset[str] = frozenset()
         """uids of voters that have accepted the present world, though they may not be in it"""
         self.past: Mapping[str, World] = {}
-        """worlds that this member has been in since the last settled one, with the present one; never changed in place,
-        for the other thread reads it"""
+        """worlds that this member has been in since the last settled one, by uid, with the present one; never changed
+        in place, since the other thread reads it"""
 
     def enter(self, world: World, decision: Decision | None) -> None:
-        """This member has adopted it, by `decision`; a newcomer was told of its voters."""
+        """Add `world`, which this member has adopted by `decision`; a newcomer (None) has its voters already."""
         with self._lock:
             if decision is not None:
                 kept = tuple(one.without(decision.dead) for one in self.voters)
@@ -120,7 +120,7 @@ class KnownWorlds:
             self.past = {**self.past, world.uid: world}
 
     def note_settled(self, world: str) -> None:
-        """What is settled for one is settled for all; a spare learns it only from others."""
+        """Note that another member has settled the world of this uid: that counts for all. A spare has no other way."""
         with self._lock:
             uids = [voters.world for voters in self.voters]
             if world not in uids:
@@ -132,31 +132,31 @@ class KnownWorlds:
                 self.past = {uid: self.past[uid] for uid in past[past.index(world) :]}
 
     def settle(self, world: World) -> None:
-        """The present one."""
+        """Note that this member has settled `world`, the present one."""
         with self._lock:
             self.voters, self.bound, self.past = self.voters[-1:], frozenset(), {world.uid: world}
             self.old_keys.note_settled(world)
         self.has_state = True
 
     def voters_without(self, dead: Collection[str]) -> list[Voters]:
-        """Without the votes of those, and of who has released them."""
+        """Return the voters without the votes of the dead, and without released votes."""
         gone = {*dead, *self._released()}
         return [one.without(gone) for one in self.voters]
 
     def holders(self, dead: Collection[str]) -> set[str]:
-        """Members of the last settled world that are not known to be dead."""
-        first = self.voters[0]  # at once: the other thread may settle a world
+        """Return the members of the last settled world that are not known to be dead."""
+        first = self.voters[0]  # read once: the other thread may settle a world
         return set(first.members) - first.dead - set(dead)
 
     def left_out(self, world: World) -> set[str]:
-        """Members of a world before this one that may train on without knowing of it."""
+        """Return the members of earlier worlds that may train on without knowing of this one."""
         inside = {member.uid for member in world.members} | self._released()
-        # Not voters alone: what any member finds out in time counts for its side.
+        # All members, not only voters: a death that any member proves in time counts for its side.
         before = {uid for voters in self.voters[:-1] for uid in voters.members if uid not in voters.dead}
         return before - inside - self.bound
 
     def _released(self) -> frozenset[str]:
-        """Members that have told this one so, while it keeps what belongs to the world that has left them out."""
+        """Return the members that have released their votes, as long as this store keeps the keys of their world."""
         count = self._own.get(RELEASED)
         if count != self._heard_released[0]:
             keys = self._own.keys()
@@ -165,27 +165,27 @@ class KnownWorlds:
 
 
 def tell_released(store: KeyValueStore, world: World) -> None:
-    """Write into the store of another member that this member of `world` is nobody's voter any more: it is in none of
-    the worlds that follow. Blocks as a store does. Raises: StoreUnreachable."""
+    """Write into the store of another member that this member of `world` is no voter any more: it is in none of the
+    worlds that follow. Blocks as a store does. Raises: StoreUnreachable."""
     store.put(f"{world.key}/{RELEASED}/{world.me.uid}", "told")
-    store.add(RELEASED, 1)  # last: who finds it counted finds the key
+    store.add(RELEASED, 1)  # last: a reader that sees the new count finds the key
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """A newcomer is in a world."""
+    """The admission of a newcomer to a world."""
 
     world: World
     facts: Mapping[str, str]
     came_later: bool
-    """whether others trained before"""
+    """whether other members trained before"""
 
 
 class Newcomers:
-    """What newcomers are told of the world that they are in, and of those before it that count.
+    """The messages to newcomers about their world, and about the worlds before it that count.
 
-    For the training thread, but that `message_for` and `notify` are for the one that prepares a join, too, and
-    `tell_again` for any.
+    For the training thread. The thread that prepares a join may call `message_for` and `notify` too, and any thread
+    `tell_again`.
 
     Args:
         clients: for the training thread.
@@ -202,10 +202,10 @@ class Newcomers:
         self._own, self._clients, self._known, self._arbitration = clients.own, clients, known, arbitration
         self._max_world_size, self._draw_uid = max_world_size, draw_uid
         self.message = ""
-        """of the present world"""
+        """message of the present world"""
 
     def be_told(self, text: str, uid: str) -> Admitted:
-        """This member is a newcomer itself."""
+        """Take over the message to this member, which is a newcomer itself, and return its admission."""
         self.message = text
         told = json.loads(text)
         decision = Decision.from_fields(told["decision"])
@@ -218,7 +218,7 @@ class Newcomers:
         return Admitted(world, decision.facts, came_later=bool(old))
 
     def begin(self, members: tuple[Member, ...]) -> None:
-        """Make the first world of some, by order of rank."""
+        """Make the first world of the given members, in the order of rank, and notify them."""
         first = members[0]
         agreement, fitting = agreeing(members, first.agreement)
         facts = {name: text for name in CARRIED_FACTS if (text := self._own.get(f"fact/{name}")) is not None}
@@ -232,8 +232,8 @@ class Newcomers:
         self._own.put("host", json.dumps(first.store))
 
     def message_for(self, decision: Decision, world: World | None) -> str:
-        """The message to the newcomers of a decision on what follows `world`, before this member enters that."""
-        voters = self._known.voters  # at once, too
+        """Return the message to the newcomers of the successor of `world`, before this member enters that successor."""
+        voters = self._known.voters  # read once, too
         old = () if world is None else decision.members_after(world)[: len(decision.ranks)]
         after = Voters.of(decision.uid, decision.members_after(world)[: self._max_world_size])  # a spare has no state
         told = {
@@ -246,39 +246,38 @@ class Newcomers:
         return to_json(told)
 
     def notify(self, clients: Clients, newcomers: Sequence[Member], message: str) -> None:
-        """Each for which a store can be reached; the first message counts."""
+        """Send the message to each newcomer, or keep it here if its store does not answer; the first message counts."""
         for member in newcomers:
             try:
                 clients.of(member).create("admitted", message)
             except (
                 StoreUnreachable
-            ):  # it may look here; and a member that misses it in the next agreement tells it again
+            ):  # the newcomer may look here; a member that misses it in the next agreement sends the message again
                 clients.lose(member)
                 self._own.put(admitted_key(member.uid), message)
 
     def tell_again(self, world: World | None, waiting: Iterable[Waiting]) -> list[Member]:
-        """Tell those who wait in the queue here and are in `world`: nobody has reached them, as when they were frozen.
-        They look into this member's store. Returns them. On any thread."""
+        """Keep the message for workers that wait in the queue here though they are in `world`: no message has reached
+        them, for example because they were frozen. They read this store. Return them. On any thread."""
         inside, message = {member.uid for member in world.members} if world is not None else set(), self.message
         missed = [one.member for one in waiting if one.member.uid in inside]
         if not missed or world is None or not message or json.loads(message)["decision"]["uid"] != world.uid:
-            return []  # the training thread has entered the next world, and the message is of that
+            return []  # the training thread has entered the next world, to which the message belongs
         for member in missed:
             self._own.put(admitted_key(member.uid), message)
         return missed
 
 
 class Announcements:
-    """What the members of a world tell each other at the stores of others; for the training thread.
-
-    What one says in its own store, and what it is told there, takes no more than that store.
+    """The messages that members of a world write to, and read from, the stores of other members; for the training
+    thread. What a member writes or reads in its own store needs no help from here.
     """
 
     def __init__(self, clients: Clients, known: KnownWorlds, newcomers: Newcomers) -> None:
         self._clients, self._known, self._newcomers = clients, known, newcomers
 
     def present(self, world: World, ranks: Sequence[int]) -> dict[int, str]:
-        """What those of `ranks` that are present have said (`PeerJob.say_present`)."""
+        """Return the reports (`PeerJob.say_present`) of those of `ranks` that are present; admit missed newcomers."""
 
         def ask(store: KeyValueStore) -> str | None:
             text, settled = store.get_many([f"{world.key}/present", "settled"])
@@ -286,15 +285,15 @@ class Announcements:
                 self._known.has_state = True
                 self._known.note_settled(json.loads(settled)[1])
             if text is None and store.get("begun") != world.uid:
-                store.create("admitted", self._newcomers.message)  # it may be a newcomer that nobody has told
+                store.create("admitted", self._newcomers.message)  # it may be a newcomer without a message
             return text
 
         return {rank: text for rank, text in self._clients.ask_each(world, ranks, ask).items() if text is not None}
 
     def announce(self, world: World, name: str, text: str) -> None:
-        """Tell every member of `world` that can be reached; the first text under a name counts.
+        """Send a text to every member of `world` that can be reached; the first text under a name counts.
 
-        `left/RANK` and `finished` are of this world alone, all else is of the job.
+        `left/RANK` and `finished` belong to this world alone, all other names to the job.
         """
 
         def write(store: KeyValueStore) -> None:
@@ -306,14 +305,15 @@ class Announcements:
         self._clients.ask_each(world, range(len(world.members)), write)
 
     def say_ready(self, world: World) -> None:
-        """This member is about to make the process group of `world`; each call counts. Raises: StoreUnreachable."""
+        """Report at rank 0 that this member is about to make the process group of `world`; each call counts. Raises:
+        StoreUnreachable."""
         append(self._clients.of_first(world), f"{world.key}/ready", str(world.rank))
 
     def are_ready(self, world: World) -> bool:
-        """Whether all who train have said so. Raises: StoreUnreachable."""
+        """Return whether all workers of `world` are ready. Raises: StoreUnreachable."""
         return int(self._clients.of_rank(world, 0).get(f"{world.key}/ready/count") or 0) >= world.world_size
 
     def not_ready(self, world: World) -> tuple[int, ...]:
-        """Ranks that have not, for a person. Raises: StoreUnreachable."""
+        """Return the ranks that are not ready, for a message. Raises: StoreUnreachable."""
         ready = set(map(int, entries(self._clients.of_rank(world, 0), f"{world.key}/ready")))
         return tuple(rank for rank in range(world.world_size) if rank not in ready)

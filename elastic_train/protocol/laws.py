@@ -1,8 +1,8 @@
-"""Who may go on when members are lost and no store outside of them decides: pure rules over values.
+"""The laws of voting: which side may go on when members are lost and no outside store decides. Pure rules over values.
 
-Voters are nodes, for an eight-GPU node is one failure. A side goes on by majority of the voters that are not proven
+Voters are nodes, since an eight-GPU node fails as one. A side goes on by a majority of the voters that are not proven
 dead: dynamic voting (Jajodia and Mutchler, "Dynamic Voting Algorithms for Maintaining the Consistency of a Replicated
-Database", 1990). Worlds that nobody has settled yet are counted one by one, as in the joint majorities of the Raft
+Database", 1990). The majority must hold in each world that is not settled yet, as in the joint majorities of the Raft
 dissertation (Ongaro 2014, section 4.3).
 """
 
@@ -22,8 +22,8 @@ IN_TIME = 0.75
 class Voters:
     """The votes of one world.
 
-    A node votes by the register of its first member; a node whose first member is dead has no vote left. Where no node
-    has one, each member has, and all are needed: else each of them could go on alone.
+    A node votes by the register of its first member; it loses its vote when that member dies. If no node has a vote
+    left, each living member has one and all these votes are needed: else each member could go on alone.
     """
 
     world: str
@@ -31,9 +31,9 @@ class Voters:
     nodes: tuple[str, ...]
     """uid of each node's first member, by rank"""
     dead: frozenset[str] = frozenset()
-    """those that are proven dead in time, or have left on purpose"""
+    """uids of members that are proven dead in time, or have left on purpose"""
     members: tuple[str, ...] = ()
-    """uids of all, by rank"""
+    """uids of all members, by rank"""
 
     @staticmethod
     def of(world: str, members: Iterable[Member]) -> Voters:
@@ -55,15 +55,15 @@ class Voters:
 
     @property
     def electors(self) -> tuple[str, ...]:
-        """Those that vote: living voters, or all living members where there is none."""
+        """Members that vote: the living voters, or all living members if no voter lives."""
         return self.living or tuple(member for member in self.members if member not in self.dead)
 
 
 def may_go_on(worlds: Sequence[Voters], side: Collection[str]) -> bool:
-    """Whether the voters in `side` may decide what follows the last of `worlds`, those since the last settled one.
+    """Return whether `side` may decide what follows the last of `worlds`, the worlds since the last settled one.
 
-    In each of them: every voter is in the side or dead; else more than half of the living ones; with exactly half,
-    the side that has the lowest rank.
+    In each world the side needs more than half of the living voters, or exactly half with the lowest rank among them.
+    If no voter of a world lives, it needs all living members of that world.
     """
     return all(_is_enough(voters, side) for voters in worlds)
 
@@ -79,16 +79,16 @@ def _is_enough(voters: Voters, side: Collection[str]) -> bool:
 
 
 def missing_votes(worlds: Sequence[Voters], side: Collection[str]) -> tuple[str, ...]:
-    """The living voters outside of `side` in worlds where it is not enough; for whom it waits."""
+    """Return the electors that `side` waits for: those outside of it in each world where it has not enough votes."""
     lacking = [voters for voters in worlds if not _is_enough(voters, side)]
     return tuple(dict.fromkeys(uid for voters in lacking for uid in voters.electors if uid not in side))
 
 
 def is_dead_in_time(seconds_since_answered_ping: float | None, peer_timeout: float) -> bool:
-    """Whether a death counts as proven, though the dead may have gone on in a world that this side has not seen.
+    """Return whether a death counts as proven: later, the member may have gone on in a world unknown to this side.
 
     Args:
-        seconds_since_answered_ping: from the sending of the last ping that it answered in this world, to the moment
-            before the probe that found it dead. None where it never answered one.
+        seconds_since_answered_ping: from the sending of the last ping that the member answered in this world, to the
+            moment before the probe that found it dead. None if it never answered one.
     """
     return seconds_since_answered_ping is not None and seconds_since_answered_ping <= IN_TIME * peer_timeout

@@ -1,12 +1,12 @@
-"""Who is alive, by the pings of links.py: a watcher that breaks a hopeless collective off.
+"""The liveness of the members, by the pings of links.py: a watcher that breaks off a collective that cannot end.
 
 The death of a process is seen at once: its connections close and its listener refuses. A frozen process, a cut cable
-and a stuck training thread close nothing. They are found by the members that ping this one: their watchers close the
-sockets of the process group, so that the blocked collective raises and the worker goes on as after any lost peer.
-contacts.py holds what was heard and what follows from it; the thread that acts on it is here.
+and a stuck training thread close nothing. The members that ping such a member find it out: their watchers close the
+sockets of the process group, so that the blocked collective raises and each worker goes on as after any lost peer.
+contacts.py holds the answers to the pings and judges them; the thread that acts on its judgement is here.
 
-In a small world all ping all. In a large one each member pings some neighbours (protocol/neighbours.py) and passes on
-what it hears, so that all know of a death within some hops.
+In a small world every member pings every other. In a large one each member pings some neighbours
+(protocol/neighbours.py) and passes on what it hears, so that all members know of a death within some hops.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from elastic_train.rules import Activity
 from elastic_train.world import World
 
 TEND_SECONDS = 0.5
-"""between two rounds of background tasks"""
+"""time between two rounds of background tasks"""
 
 
 class WatcherThread:
-    """The thread that answers pings, sends them, and looks at what was heard.
+    """The thread that sends and answers pings, and looks at the answers.
 
     Args:
         links: the pings; for this thread alone from `start` on.
-        turn: what it does in each round.
+        turn: called in each round.
         interval: seconds between two rounds where nothing is urgent.
         stop_timeout: seconds that the last round may take.
     """
@@ -56,21 +56,21 @@ class WatcherThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End it; it holds no key that others would wait for. Blocks up to `stop_timeout`."""
+        """End it; no other thread depends on it. Blocks up to `stop_timeout`."""
         self._is_stopping = True
         self._links.wake()
-        if self._thread.ident is not None:  # it may never have found its job
+        if self._thread.ident is not None:  # a worker that has not found its job has not started the thread
             self._thread.join(self._stop_timeout)
         if not self._thread.is_alive():
             self._links.close()
 
     def check(self) -> None:
-        """Raises: whatever ended it: a bug, without which this worker would silently look dead to others."""
+        """Raise the error that ended the thread. It is a bug: unraised, this worker would look dead to its peers."""
         if self._crash is not None:
             raise self._crash
 
     def turn_soon(self) -> None:
-        """What was heard before may matter now."""
+        """Run a round at once: answers that came earlier may matter now."""
         self._is_turn_due = True
         self._links.wake()
 
@@ -83,28 +83,28 @@ class WatcherThread:
                     self._turn()
                 seconds = 0.0 if self._is_turn_due else next_turn - self._monotonic()
                 self._is_turn_due |= self._links.turn(max(0.0, seconds))
-            self._links.turn(0.0)  # its last word may not be sent yet: without it who leaves would have died
-        except Exception as error:  # the end of this thread; the training thread raises it
+            self._links.turn(0.0)  # its last announcement may not be sent yet: without it a leaving member looks dead
+        except Exception as error:  # this ends the thread; the training thread raises the error
             self._crash = error
 
 
 class Watcher:
-    """What is known of the world and of whether it is over; it breaks a hopeless collective off.
+    """The state of the world, and whether it is over; breaks off a collective that cannot end.
 
-    The training thread tells it what it does by `do`, an assignment and nothing more; so the step path never waits for
-    anything here. What both change of the world that they are in is under one lock.
+    The training thread reports its activity by `do`, which only assigns, so the step path never waits for anything
+    here. One lock guards what the training thread and the watcher thread both change of their world.
 
     Args:
-        links: the pings; for the watcher's thread alone from its start on.
-        peer_timeout: seconds after which a silent member is taken for dead.
+        links: the pings; for the watcher thread alone from its start on.
+        peer_timeout: seconds after which a silent member counts as dead.
         pace: how long the training thread may take.
-        cut: closes the sockets of the present process group, from the watcher's thread.
-        tend: background tasks, about once a second, with the world; may raise StoreUnreachable.
-        give_up: ends the process, where the training thread still waits for a collective of a broken world after all
-            the time that a step may take: gloo can lose the end of what was under way (collectives.py). Or where it
-            does anything else there for as long as nothing takes (`Pace.last_limit`).
-        topology: who pings whom.
-        interval: seconds between two pings of `links`; by default what `ping_interval` says.
+        cut: closes the sockets of the present process group, on the watcher thread.
+        tend: runs the background tasks of a world, every TEND_SECONDS; may raise StoreUnreachable.
+        give_up: ends the process if the training thread still waits in a collective of a broken world after the longest
+            time that a step may take: gloo can lose the end of an operation under way (collectives.py). It also ends
+            the process if any other activity lasts longer than `Pace.last_limit`.
+        topology: chooses the neighbours that a member pings.
+        interval: seconds between two pings of `links`; `ping_interval` by default.
     """
 
     def __init__(
@@ -130,16 +130,16 @@ class Watcher:
         self._broken_at: float | None = None
         self._has_given_up = False
         self._world: World | None = None
-        """whose process group is about to be made, or stands; mostly the adopted one of `contacts`"""
+        """world whose process group is about to be made, or stands; mostly the adopted world of `contacts`"""
         self._is_standing = False
         self._broken: dict[int, str] | None = None
         """verdicts of the adopted world, once it is over"""
         self._is_by_vote = False
-        """whether a vote has ended it"""
+        """whether a vote has ended the adopted world"""
         self._passes_on = False
         self._next_tend = monotonic()
         self.verdicts: dict[int, str] = {}
-        """ranks of the present world that are out, whatever their listener says, and why"""
+        """ranks of the present world that are out, even if their listener answers, each with the reason"""
         self.reason: str | None = None
         """why the present world was broken, as far as this member knows"""
         self._lock = threading.RLock()
@@ -148,21 +148,21 @@ class Watcher:
     # --- for the training thread --------------------------------------------------------------------------------------
 
     def do(self, activity: Activity, limit: float | None = None) -> None:
-        """The training thread turns to something else, or gets on with the same.
+        """Note that the training thread begins an activity, or restart the time of the same one.
 
         Args:
-            limit: seconds that it may take, where the pace of the steps before does not tell.
+            limit: seconds that it may take, if the pace of earlier steps does not tell.
 
         Raises:
-            Whatever ended the watcher's thread (`WatcherThread.check`).
+            The error that ended the watcher thread (`WatcherThread.check`).
         """
         self.thread.check()
         if self._has_given_up and threading.current_thread() is threading.main_thread():
-            threading.Event().wait()  # it came back after all; what is being saved must not change any more
+            threading.Event().wait()  # the collective ended after all, but the state being saved must not change now
         self.own.turn_to(activity, limit)
 
     def adopt(self, world: World) -> None:
-        """Ping neighbours among the members of `world` from now on, as one of them, and answer nobody else."""
+        """Ping neighbours among the members of `world` from now on, as one of them, and answer only members."""
         neighbours = self.contacts.neighbours(world, world.rank)
         with self._lock:
             self.contacts.adopt(world, neighbours)
@@ -173,12 +173,12 @@ class Watcher:
         self.contacts.watch()
 
     def forgive(self) -> None:
-        """Nothing but their silence counts against the members of the world that is over, from now on."""
+        """Drop all verdicts: from now on only silence counts against the members of the world that is over."""
         with self._lock:
             self.verdicts, self._passes_on = {}, False
 
     def expect(self, world: World) -> None:
-        """A process group of this world is about to be made: break it off if a member dies before it stands."""
+        """Watch the making of this world's process group: break it off if a member dies before the group stands."""
         with self._lock:
             self._world, self._is_standing = world, False
             self._broken_at = None
@@ -186,14 +186,14 @@ class Watcher:
         self.thread.turn_soon()
 
     def enter(self, world: World) -> None:
-        """The process group of this world stands: it is watched until `leave`."""
+        """Watch the process group of this world, which stands now, until `leave`."""
         with self._lock:
             self._world, self._is_standing = world, True
         self.thread.turn_soon()
 
     @property
     def headless(self) -> World | None:
-        """The adopted world where it is over, and its rank 0 lost; the training thread may not have noticed."""
+        """The adopted world if it is over and its rank 0 is lost, else None; the training thread may not know yet."""
         with self._lock:
             world, broken = self.contacts.world, self._broken
             if world is None or broken is None:
@@ -202,17 +202,17 @@ class Watcher:
             return world if is_lost else None
 
     def leave(self) -> None:
-        """The world is over: nothing is cut from now on."""
+        """Stop watching the process group: the world is over, and `cut` is not called from now on."""
         with self._lock:
             self._world = self._broken_at = None
         self.thread.turn_soon()
         self.do(Activity.FORM)
 
     def announce_broken(self, *, is_by_vote: bool = False) -> None:
-        """Tell the others' watchers that this member is out of the world, for those whom no closed socket tells.
+        """Tell the other watchers that this member is out of the world: not every member sees a closed socket.
 
         Args:
-            is_by_vote: all who train end it at the same step; one of them may still be reading the votes.
+            is_by_vote: whether all workers end the world at the same step; a worker may still be reading the votes.
         """
         with self._lock:
             if self._broken is None:
@@ -220,13 +220,13 @@ class Watcher:
             self.links.announce(self._status(), at_once=True)
 
     def is_anybody_at_work(self, world: World, proposer: int | None, seconds: float) -> bool:
-        """Whether a member of `world` that has not come to the agreement on the next one is still within the time that
-        its work may take; it comes after that. In a large world only the proposer sees all members. It lets the others
-        know by restarting the time of its own activity.
+        """Return whether a member of `world` that has not come to the agreement is still within the time that its work
+        may take. In a large world only the proposer sees all members; it tells the others by restarting the time of its
+        own activity.
 
         Args:
             proposer: the rank that this member waits for.
-            seconds: the proposer counts as being at it where it restarted less than these ago.
+            seconds: age up to which a restart by the proposer counts.
         """
         contacts = self.contacts
         if any(contacts.is_at_work(world, rank) for rank in range(len(world.members)) if rank != world.rank):
@@ -240,7 +240,7 @@ class Watcher:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """What the thread does in each of its rounds."""
+        """Do one round of the thread."""
         with self._lock:
             self.links.announce(self._status())
         self._look()
@@ -251,7 +251,7 @@ class Watcher:
         self._end_if_stuck()
 
     def _status(self) -> str:
-        """One line for the others; its head changes when this member is out of the world."""
+        """The line that other members get in answer to pings; its head changes when this member is out of the world."""
         head = head_of(self.contacts.world, self._broken, is_by_vote=self._is_by_vote)
         return self.own.line(head, self._world)
 
@@ -299,7 +299,7 @@ class Watcher:
             self._cut()
 
     def _merge(self, world: World, verdicts: Mapping[int, str]) -> None:
-        """Pass on what is news: who proposes, and for whom it waits, must not depend on whom a member pings."""
+        """Pass on new verdicts: the proposer, and the ranks it waits for, must not depend on a member's neighbours."""
         with self._lock:
             if self.contacts.world is not world or self._broken is None or not self._passes_on:
                 return
@@ -311,5 +311,5 @@ class Watcher:
 
 
 def ping_interval(peer_timeout: float) -> float:
-    """Seconds between two pings."""
+    """Return the seconds between two pings."""
     return min(0.25, peer_timeout / 8)

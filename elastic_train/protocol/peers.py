@@ -1,13 +1,13 @@
-"""A job whose members serve a store each, and decide together: no process and no machine is special.
+"""A job in which each member serves a store, and the members decide together: no process and no machine is special.
 
-What follows a world is decided by a ballot among its members (ballots.py); which votes are enough is said by laws.py.
+The members decide the successor of their world by a ballot (ballots.py); laws.py defines which votes are enough.
 
-Keys in a member's own store: `host` (where newcomers queue, as far as it knows), `queue/...` (the join queue, while it
-is the host), `members` (stores of its world, which newcomers remember), `rests` (while its world is over and the next
-one not agreed on, or it begins none since another job may run), `admitted` (its first world), `admitted/UID` (that of
-one that could not be told), `fact/NAME`; and below each world's key `present`, `register`, `next`, `left/...`,
-`released/UID` (who is nobody's voter any more), at rank 0 `ready/...`, and what else was announced. What names a world
-that is over for long is deleted (`OldKeys`).
+Keys in a member's own store: `host` (store of the host of the join queue, as far as it knows), `queue/...` (the join
+queue, while this member is the host), `members` (stores of its world, which newcomers remember), `rests` (set while its
+world is over and the next one is not agreed on, or while it begins no world because another job may run), `admitted`
+(its first world), `admitted/UID` (that of a newcomer whose store did not answer), `fact/NAME`; and below each world's
+key `present`, `register`, `next`, `left/...`, `released/UID` (a member that is no voter any more), at rank 0
+`ready/...`, and other announcements. Keys of worlds that are long over are deleted (`OldKeys`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from elastic_train.world import Address, Member, World
 
 
 class Facts:
-    """What is fixed once for the whole job: the first proposal under a name counts.
+    """The facts of the whole job, each fixed once: the first proposal under a name counts.
 
     For the training thread; other threads read `known`.
     """
@@ -40,12 +40,12 @@ class Facts:
     def __init__(self, clients: Clients, entrance: Entrance) -> None:
         self._own, self._clients, self._entrance = clients.own, clients, entrance
         self.known: dict[str, str] = {}
-        """as far as this member knows; it grows"""
+        """facts that this member knows; it grows"""
         self.world: World | None = None
-        """that this member is in"""
+        """world that this member is in"""
 
     def create(self, name: str, proposal: str) -> str:
-        """The first value that was ever proposed under a name, ours or an earlier one. Raises: StoreUnreachable."""
+        """Propose a value and return the first value ever proposed under this name. Raises: StoreUnreachable."""
         if name not in self.known:
             self.known[name] = self._create(f"fact/{name}", proposal)
             self._own.put(f"fact/{name}", self.known[name])
@@ -53,7 +53,7 @@ class Facts:
         return self.known[name]
 
     def _create(self, key: str, proposal: str) -> str:
-        """At rank 0 of the world, before it at the host of the queue."""
+        """Create the key at rank 0 of the world or, without a world, at the host of the join queue."""
         world = self.world
         try:
             if world is not None:
@@ -67,14 +67,14 @@ class Facts:
             return proposal  # a death ends this world, and the next one agrees on one state again
 
     def _tell_spares(self, name: str, text: str) -> None:
-        """Those who train agree by themselves; rank 0 tells the spares."""
+        """Send a fact to the spares; rank 0 does. The training members create each fact themselves."""
         world = self.world
         if world is not None and world.rank == 0:
             spares = range(world.world_size, len(world.members))
             self._clients.ask_each(world, spares, lambda store: store.put(f"fact/{name}", text))
 
     def find(self, name: str) -> str | None:
-        """A value that was proposed, None where none was."""
+        """Return the value that was proposed under a name; None if none was."""
         host = self._entrance.host_store
         if name not in self.known and self.world is None and host is not None:
             try:
@@ -89,7 +89,7 @@ class Facts:
         return self.known.get(name)
 
     def host_says(self, key: str) -> str | None:
-        """What the host of the queue has in its own store, for one in the queue; None where there is nothing."""
+        """Return a value from the store of the join queue's host, for a newcomer; None if the host has or says none."""
         try:
             host = self._entrance.host_store
             return None if host is None else host.get(key)
@@ -98,7 +98,7 @@ class Facts:
             return None
 
     def enter(self, world: World, facts: Mapping[str, str]) -> None:
-        """This member has entered `world`, which comes with these; a newcomer's store says from now on all it knows."""
+        """Take over `world`, which this member has entered, and its facts. A newcomer copies all facts to its store."""
         for name, text in {**self.known, **facts}.items():
             if self.known.get(name) != text or self.world is None:
                 self._own.put(f"fact/{name}", text)
@@ -107,22 +107,22 @@ class Facts:
 
 
 class PeerJob:
-    """What one member shares with the others of its job. Values are text. Every call answers at once, or raises
-    StoreUnreachable; none waits for others.
+    """What one member shares with the other members of its job. Values are text. Every call answers at once or raises
+    StoreUnreachable; none waits for other members.
 
-    Those who deal with one of its parts hold that: `facts`, `entrance`, `announcements`, `place`, `finder`. For the
-    training thread; `tend`, `queue` and `entrance.drop` are for the watcher's thread too.
+    Callers that need one of its parts hold that part: `facts`, `entrance`, `announcements`, `place`, `finder`. For the
+    training thread; `tend`, `queue` and `entrance.drop` are for the watcher thread too.
 
     Args:
-        own: this member's own store; it answers two threads.
-        uid: of this process; others ask for it, for another one may have its address by then.
-        run_id: of the job; members of other jobs are not followed.
-        reach: a client of the store at an address, for the training thread. Raises: StoreUnreachable.
+        own: this member's own store; two threads may call it.
+        uid: of this process; callers check it, since another process may serve at its address later.
+        run_id: of the job; this member does not follow members of other jobs.
+        reach: returns a client of the store at an address, for the training thread. Raises: StoreUnreachable.
         max_world_size: how many members a step has work for; further ones are spares. The same on all members.
-        refused: which of some members are gone, by one probe each.
+        refused: returns those of some members that are gone, by one probe each.
         clock: monotonic seconds.
-        arbiter: finds a place that members may share, where decisions can be claimed, as arbiter.Arbitration's.
-        goes_on: whether a side without enough votes goes on as a branch (branches.py), where nothing could claim.
+        arbiter: returns the place where members may claim decisions; `find_place` of arbiter.Arbitration.
+        goes_on: whether a side without enough votes goes on as a branch (branches.py) where it cannot claim.
         in_background: runs a task on a thread of its own, where there are threads: connections are made ahead, so that
             a recovery need not wait for them.
         probe_all, knows: as Entrance's.
@@ -169,14 +169,14 @@ class PeerJob:
         self._decide = branch_off.decide if goes_on else self._ballots.decide
         self._world: World | None = None
         self._is_host_meanwhile = False
-        """whether newcomers wait here, as long as there is no rank 0"""
+        """whether this member hosts the join queue while there is no rank 0"""
         self._invited: tuple[Member, ...] = ()
-        """newcomers of the next world, where it is decided ahead"""
+        """newcomers of the next world, if that is decided ahead"""
         own.put("run_id", run_id)
         own.put("uid", uid)
 
     def _begin(self, members: tuple[Member, ...]) -> None:
-        """As Newcomers.begin; as a job of its own where this worker has waited for another, which may live."""
+        """As Newcomers.begin. Give the job a new token if this worker waited for another job, which may live."""
         if not self.entrance.is_first:
             self._own.put(f"fact/{JOB}", self._draw_uid())
         self._newcomers.begin(members)
@@ -184,8 +184,8 @@ class PeerJob:
     # --- the join queue -----------------------------------------------------------------------------------------------
 
     def look_from_queue(self, mine: Waiting) -> Admitted | str:
-        """Stand in the join queue, and see what becomes of it, or what is waited for, for a person. Called again and
-        again by one that has no world. Raises: JobFinished."""
+        """Stay in the join queue. Return the admission or, for the log, what this worker waits for. A worker without a
+        world calls it again and again. Raises: JobFinished."""
         text = self._own.get("admitted")
         if text is None:
             if self.is_over():
@@ -197,29 +197,29 @@ class PeerJob:
         return self._newcomers.be_told(text, mine.member.uid)
 
     def queue(self) -> list[Waiting]:
-        """Workers in the join queue, for rank 0."""
+        """Return the workers in the join queue, for rank 0."""
         waiting = self.entrance.queue()
         self.entrance.drop(self._newcomers.tell_again(self._world, waiting))
         return waiting
 
     def is_over(self) -> bool:
-        """Whether the job has reached its end, for one that is to be in a world whose others may never come."""
+        """Return whether the job has reached its end, for a newcomer whose world may never form."""
         return self._own.get("over") is not None
 
-    # --- a join that is prepared while the world trains: for a thread of its own, but `told` --------------------------
+    # --- a join that is prepared while the world trains: for a thread of its own, except `told` -----------------------
 
     def ask_beside(self, member: Member, question: Callable[[KeyValueStore], Answer]) -> Answer:
-        """What is asked of, or told to, `member`: of a plan or of why it waits. Raises: StoreUnreachable where there is
-        no answer; the next call may have one."""
+        """Call the store of `member` about a plan or the reason why it waits, and return the answer. Raises:
+        StoreUnreachable if there is none; the next call may get one."""
         return self._beside.ask(member, question)
 
     def told(self, key: str) -> str | None:
-        """What this worker, in the join queue, was told by `ask_beside` under that key."""
+        """Return what `ask_beside` of another worker wrote under a key of this worker, which is in the join queue."""
         return self._own.get(key)
 
     def decide_ahead(self, world: World, decision: Decision) -> bool:
-        """Make `decision` the successor of `world`, which trains on, and announce it to its members. Returns whether it
-        is the successor. For rank 0."""
+        """Make `decision` the successor of `world`, which trains on, and announce it to the members and the newcomers.
+        Return whether it is the successor. For rank 0."""
         text = decision.to_json()
         self.place.note_end(world.uid)
         voters, everybody = self._known.voters_without(()), range(len(world.members))
@@ -230,17 +230,17 @@ class PeerJob:
         return True
 
     def stop_planning(self) -> None:
-        """`ask_beside` and `decide_ahead` are done with, on that thread."""
+        """Close the connections of `ask_beside` and `decide_ahead`, on their thread."""
         self._beside.keep_only(())
 
     # --- a world ------------------------------------------------------------------------------------------------------
 
     def enter(self, world: World, facts: Mapping[str, str], decision: Decision | None) -> None:
-        """This member has adopted `world`, by `decision` or from the queue; newcomers find the job by it."""
+        """Enter `world`, adopted by `decision` or from the join queue, and publish its rank 0 as the queue's host."""
         if decision is not None:
             self._newcomers.message = self._newcomers.message_for(decision, self._world)
         self._known.enter(world, decision)
-        if world.is_spare:  # it is not among those who tell each other whether they see the place
+        if world.is_spare:  # a spare is not in the collective that compares whether members see the place
             self.place.note(world.uid, is_shared=None)
         before, self._world = self._world, world
         was_host, self._is_host_meanwhile = self._is_host_meanwhile, False
@@ -256,27 +256,27 @@ class PeerJob:
         self._in_background(lambda: self._after_entering(world))
 
     def _after_entering(self, world: World) -> None:
-        """What nobody waits for."""
+        """Do the rest, for which no caller waits."""
         self.entrance.drop(world.members)
         self._clients.connect_ahead(world, lambda: self._world is world)
 
     def settle(self, world: World) -> None:
-        """This member has finished SETTLED_REDUCTIONS in the present world: all who train there have the state."""
+        """Note that this member has finished SETTLED_REDUCTIONS in the present world: its workers have the state."""
         self._known.settle(world)
         self.place.forget_all_but(self._known.voters)
         self._own.put("settled", json.dumps([world.generation, world.uid]))
 
     def say_present(self, world: World, text: str) -> None:
-        """This member wants to be in the world after `world`."""
+        """Report in its own store that this member wants to be in the world after `world`."""
         self.place.note_end(world.uid)
         self._own.put(f"{world.key}/present", text)
 
     def heard(self, world: World, name: str) -> str | None:
-        """What was announced to this member."""
+        """Return what was announced to this member under a name."""
         return self._own.get(scoped(world, name))
 
     def left(self, world: World) -> frozenset[int]:
-        """Ranks that have announced that they leave on purpose (`left/RANK`)."""
+        """Return the ranks that have announced that they leave on purpose (`left/RANK`)."""
         return frozenset(map(int, entries(self._own, f"{world.key}/left")))
 
     def decided(self, world: World, asked: Sequence[int]) -> str | Denied | None:
@@ -284,19 +284,19 @@ class PeerJob:
         return self._ballots.decided(self._clients, world, asked)
 
     def ended_holders(self, gone: Collection[str]) -> frozenset[str]:
-        """As `Arbitration.ended_holders`, of the worlds since the last settled one."""
+        """As `Arbitration.ended_holders`, for the worlds since the last settled one."""
         return self.place.ended_holders(self._known.voters, gone)
 
     def decide(
         self, world: World, proposal: str, reachable: Sequence[int], *, dead: frozenset[str] = frozenset(),
         ended: frozenset[str] = frozenset(), answering: frozenset[str] = frozenset(),
     ) -> str | Denied:  # fmt: skip
-        """Make the proposal, or one that others have accepted before, the successor of `world`.
+        """Make the proposal, or an earlier accepted one, the successor of `world`.
 
         Args:
             reachable: ranks that may be asked, this member's first.
-            dead: uids of members of `world` that are proven dead in time, or have left.
-            ended: what `ended_holders` says.
+            dead: uids of members of `world` that are proven dead in time or have left.
+            ended: the result of `ended_holders`.
             answering: uids of members of `world` that answer pings, whether they take part or not.
         """
         voters = self._known.voters_without(dead)
@@ -307,14 +307,14 @@ class PeerJob:
         self._ballots.release(self._clients, world, decision)
 
     def world_store(self, world: World) -> KeyValueStore:
-        """A store for what all members of `world` share while it stands, below its key. Raises: StoreUnreachable."""
+        """Return the store that all members of `world` share, for keys below the world's. Raises: StoreUnreachable."""
         return self._clients.of_first(world)
 
     def seconds_to_wait(self, world: World, answered: Mapping[str, float]) -> float:
-        """Until this member may enter its first reduction in `world`, so that those left out have stopped (law 2).
+        """Return the seconds until the members that `world` leaves out must have stopped: this member reduces then.
 
         Args:
-            answered: seconds since this member last answered a ping of each uid.
+            answered: for each uid, the seconds since this member last answered a ping of it.
         """
         left_out = self._known.left_out(world)
         return max((self._peer_timeout - answered.get(uid, math.inf) for uid in left_out), default=0.0)
@@ -322,37 +322,37 @@ class PeerJob:
     # --- its thread and its end ---------------------------------------------------------------------------------------
 
     def tend(self, world: World | None, *, headless: World | None = None) -> None:
-        """Background tasks, about once a second, on the watcher's thread. `headless`: the world that has lost its rank
-        0, where the others are yet to agree on another one."""
+        """Do the background tasks, about once a second, on the watcher thread. `headless`: the world that has lost its
+        rank 0, while its members have yet to agree on the next world."""
         self.finder.keep(has_world=self._world is not None)
         self._known.old_keys.tend()
         rests = self.entrance.holds_back if self._world is None else world is None
         self._own.put("rests", "yes" if rests else "")
-        world = world or self._world  # between two worlds, too: no other job may begin meanwhile
+        world = world or self._world  # also between two worlds: no other job may begin meanwhile
         if headless is not None and headless.rank > 0 and headless is self._world and not self._is_host_meanwhile:
             self._is_host_meanwhile = True
             self.entrance.host_meanwhile(headless, lambda: self._world)
-        # Some besides rank 0: the place where newcomers look may not hear rank 0 alone.
+        # Some more ranks do this: the endpoint where newcomers look may be out of reach for rank 0 alone.
         if world is not None and (world.rank <= NUM_PROPOSERS or world is headless):
             stores = stores_by_node(world)
             self._own.put("members", json.dumps({"stores": stores[:MOST_KNOWN]}))
             self.finder.show(stores, self.facts.known.get("job_token", ""), if_missing=world.rank > 0)
 
     def finish(self, world: World) -> None:
-        """The job has reached its end: tell those in the join queue. Rank 0 calls it."""
+        """Tell the workers in the join queue that the job has reached its end. Rank 0 calls it."""
         self._own.put("over", world.uid)
         for member in (*(waiting.member for waiting in self.entrance.queue()), *self._invited):
             with suppress(StoreUnreachable):
                 self._clients.of(member).put("over", world.uid)
 
     def stand_down(self) -> None:
-        """This member is in no world any more: no newcomer is to wait for it. Its watcher may still tend."""
+        """Leave the world for good, so that no newcomer waits for this member. The watcher may still tend."""
         self._world = self.facts.world = None
-        with suppress(StoreUnreachable):  # it lives as long as the process: newcomers would wait there
+        with suppress(StoreUnreachable):  # its store lives as long as the process: newcomers would wait there
             self.entrance.forget_host()
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Leave the world; close the finder and all connections."""
         self.stand_down()
         self.finder.close()
         self._clients.keep_only(())
