@@ -1,9 +1,9 @@
-"""Branches: what a run becomes where sides that do not hear each other all train on (`--on-split go-on`).
+"""Branches: the parts of a run whose sides do not hear each other and all train on (`--on-split go-on`).
 
 The side that the laws let go on keeps to the main line. Every other side that goes on is a branch. A branch has a
-random id, which its world's decision carries as a fact; its state says where it left the line before it. When two sides
-find each other, the one with fewer committed steps stops. Two jobs of one run id are sides as well: a host that came
-back, cut off from the running job, may have begun another one.
+random id, which the decision of its world carries as a fact; its state records where it left the line before it. When
+two sides find each other, the side with fewer committed steps stops. Two jobs of one run id are sides as well: a host
+that came back, cut off from the running job, may have begun another job.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 from elastic_train.world import Address, from_json
 
 BRANCH = "branch"
-"""the fact"""
+"""name of the fact"""
 
 POSITION = "position"
 """key in a member's own store"""
 MOST_OTHERS = 16
-"""that a branch remembers"""
+"""stores of the other side that a branch remembers"""
 
 Branches = tuple[tuple[str, int], ...]
-"""Those that a state has gone through, the oldest first: the id of each, and the committed steps when it began."""
+"""Branches that a state has gone through, the oldest first: the id of each, and the committed steps when it began."""
 MOST_RESTARTS = 64
-"""that a state remembers, the newest"""
+"""newest restarts that a state remembers"""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """What all members of a branch know of it, newcomers too."""
+    """A branch as all its members know it, newcomers too."""
 
     id: str
     rank: int = 0
-    """the lowest that one of its first members had in the world before"""
+    """lowest rank that its first members had in the world before"""
     others: tuple[Address, ...] = ()
     """stores of members that it has gone on without"""
 
@@ -44,28 +44,28 @@ class Branch:
 
 
 def id_on(branch: Branch | None) -> str:
-    """As `id_of`, of a state that such a world has."""
+    """Return the id of a branch; "" for the main line."""
     return "" if branch is None else branch.id
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far one side has come, as each of its members says it to those that it may meet."""
+    """The position of one side, which each of its members publishes for other sides."""
 
     branches: Branches
     step: int
-    """committed"""
+    """committed steps"""
     host: str
     store: Address
-    """of the member that says so"""
+    """of the member that publishes it"""
     rank: int = -1
-    """as Branch.rank; that of the main line is below all"""
+    """as Branch.rank; the main line has -1, below all branches"""
     run: str | None = None
     """uid of the run"""
     job: str | None = None
-    """token of the job: another one where a second job of the same run id was begun"""
+    """token of the job; a second job of the same run id has another token"""
     stands: bool = True
-    """whether its world stands; else its members agree on the next one, or wait since they may not go on"""
+    """whether its world stands; else its members agree on the next one, or wait because they may not go on"""
 
     @property
     def id(self) -> str:
@@ -73,34 +73,34 @@ class Position:
 
     @property
     def name(self) -> str:
-        """For a person."""
+        """A description for messages."""
         return f"step {self.step} of {describe(self.branches)} on {self.host}"
 
     def is_of(self, other: Position) -> bool:
-        """Whether the two are of one side."""
+        """Return whether both positions are of one side."""
         return (self.run, self.job, self.id) == (other.run, other.job, other.id)
 
     def is_beside(self, other: Position) -> bool:
-        """Whether the two are branches of one run."""
+        """Return whether the positions are of two branches of one run."""
         return self.run == other.run and self.id != other.id
 
     def goes_before(self, other: Position) -> bool:
-        """Whether `other` stops where the two meet.
+        """Return whether the side of `other` stops when the two sides find each other.
 
-        The one with fewer committed steps does. The same rule is for two jobs of one run id: no clock tells which of
-        them began later, and a job that has just begun, at step 0, stops for every other. Equals are told apart by the
-        jobs' random tokens, so that all judge alike.
+        The side with fewer committed steps stops. The rule also holds for two jobs of one run id: no clock tells which
+        of them began later, and a job that has just begun, at step 0, stops for every other. The jobs' random tokens
+        break a tie, so that all members judge alike.
         """
         return (self.step, -self.rank, self.job or "") > (other.step, -other.rank, other.job or "")
 
 
 def branches_of(value: Iterable[Any]) -> Branches:
-    """What JSON, or a saved state, has made of them."""
+    """Return the branches that JSON or a saved state holds."""
     return tuple((str(name), int(step)) for name, step in value)
 
 
 def id_of(branches: Branches) -> str:
-    """Of the branch that such a state is on; "" for the main line."""
+    """Return the id of the branch that a state is on; "" for the main line."""
     return branches[-1][0] if branches else ""
 
 
@@ -109,13 +109,13 @@ def describe(branches: Branches) -> str:
 
 
 def restarted(restarts: Branches, name: str, step: int) -> Branches:
-    """Those of a state that is begun again at `step`."""
+    """Return the restarts of a state after one more restart, at `step`."""
     return (*restarts, (name, step))[-MOST_RESTARTS:]
 
 
 def is_on(branches: Branches, step: int, line: Branches) -> bool:
-    """Whether a state of `branches` and `step` committed steps is on the way to one of `line`, or beyond it on the same
-    branch. The same of restarts: what a line does not remember of them is on its way, where it came before."""
+    """Return whether a state of `branches` and `step` committed steps is on the way to a state of `line`, or beyond it
+    on the same branch. Also for restarts: an earlier one that `line` has forgotten counts as on its way."""
     if branches and branches[-1] not in line:
         return len(line) == MOST_RESTARTS and step <= line[0][1]
     later = line[line.index(branches[-1]) + 1 :] if branches else line
@@ -123,7 +123,7 @@ def is_on(branches: Branches, step: int, line: Branches) -> bool:
 
 
 def parting_step(one: Branches, other: Branches) -> int:
-    """Committed steps that two lines have in common, which are not the same."""
+    """Return the number of committed steps that two different lines have in common."""
     common = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
     common = min(len(one), len(other)) if common is None else common
     return min(line[common][1] for line in (one, other) if len(line) > common)

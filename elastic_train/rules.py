@@ -1,7 +1,7 @@
 """The decisions of membership, as pure functions over values: tested exhaustively, acted on elsewhere.
 
-Who may go on after a loss is decided beside this, in `protocol/`: `laws.py` counts votes, `arbiter.py` claims,
-`branch_off.py` goes on all the same, `other_sides.py` says which of two sides stops.
+Which side may go on after a loss is decided in `protocol/`: `laws.py` counts votes, `arbiter.py` keeps claims,
+`branch_off.py` lets a side go on without enough votes, `other_sides.py` decides which of two sides stops.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from elastic_train.errors import Refused
 from elastic_train.world import Member
 
 SOON, NOW = 1, 2
-"""what rank 0 votes in a step where newcomers are to join (protocol/plan.py); all others vote 0"""
+"""votes of rank 0 in a step when newcomers are to join (protocol/plan.py); all other ranks vote 0"""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The members of the next world, or those that it still waits for."""
+    """The members of the next world, and the members whose reports are still missing."""
 
     members: tuple[int, ...]
-    """their ranks in the world before, in order; final only if `waiting_for` is empty"""
+    """ranks in the world before, ascending; final only if `waiting_for` is empty"""
     waiting_for: tuple[int, ...]
 
 
 def next_members(
     size: int, joined: Mapping[int, Collection[int]], left: Collection[int], dead: Collection[int]
 ) -> Verdict:
-    """The next world of `size` old ranks, from who has asked to be in it, who has left, and who is known to be dead.
+    """Return which of `size` old ranks are in the next world.
 
-    It waits for everybody who is neither. Of members that cannot reach each other, some are expelled.
+    It waits for each rank that has not joined, left or died. Of members that cannot reach each other some are left out.
 
     Args:
-        joined: for each of those who have asked the ranks that it could not reach.
+        joined: for each rank that has asked to be in it, the ranks that it could not reach.
     """
     gone = set(left) | set(dead)
     waiting_for = tuple(rank for rank in range(size) if rank not in joined and rank not in gone)
@@ -46,10 +46,10 @@ def next_members(
 
 
 def connected(members: Sequence[int], unreachable: Collection[tuple[int, int]]) -> list[int]:
-    """The members without those that must go for nobody to be cut off from anybody.
+    """Return the members without those that must go so that all the rest reach each other.
 
-    One goes at a time: who is cut off from the most others, the highest rank of several. A pair of which only one sees
-    the other is cut off.
+    One member goes at a time: the one that is cut off from the most others; of several, the highest rank. A pair counts
+    as cut off if one of the two cannot reach the other.
     """
     rest = list(members)
     while True:
@@ -65,26 +65,26 @@ def connected(members: Sequence[int], unreachable: Collection[tuple[int, int]]) 
 
 
 def next_generation(seen: Collection[int | None]) -> int:
-    """One more than the largest generation that any member has seen; 0 where nobody has seen any."""
+    """Return one more than the largest generation that any member has seen; 0 if no member has seen one."""
     return max((generation for generation in seen if generation is not None), default=-1) + 1
 
 
 def common_backend(members: Sequence[Member]) -> str:
-    """NCCL only where every member has a GPU of its own, as NCCL sees it (`gpu_of`); gloo carries CUDA tensors where
-    some share one."""
+    """Return the backend of all members; gloo if their backends differ, or if two of them share a GPU (`gpu_of`): NCCL
+    needs a GPU for each member, and gloo carries CUDA tensors too."""
     gpus = [member.gpu for member in members if member.gpu is not None]
     backends = {member.backend for member in members}
     return backends.pop() if len(backends) == 1 and len(set(gpus)) == len(gpus) else "gloo"
 
 
 def freshest(steps: Sequence[int]) -> int:
-    """The rank whose state everybody takes over: the most committed steps, the lowest rank of several."""
+    """Return the rank whose state all members take over: the most committed steps; of several, the lowest rank."""
     return max(range(len(steps)), key=lambda rank: (steps[rank], -rank))
 
 
 def apart(steps: Sequence[int], hashes: Sequence[Mapping[str, int]]) -> dict[int, list[str]]:
-    """The ranks that have the freshest step, and other `hashes` (by name) than the one whose state everybody takes
-    over: what of them differs."""
+    """Return the ranks with the freshest step whose `hashes` (by name) differ from those of the `freshest` rank, each
+    with the names of the hashes that differ."""
     source = freshest(steps)
     found: dict[int, list[str]] = {}
     for rank, step in enumerate(steps):
@@ -95,10 +95,10 @@ def apart(steps: Sequence[int], hashes: Sequence[Mapping[str, int]]) -> dict[int
 
 
 def right_hashes(found: Sequence[tuple[int, int]]) -> frozenset[int] | None:
-    """Of what members' states hash to, as (kind of machine, hash): which are right. None where nobody can tell.
+    """Return the right ones among the members' (kind of machine, hash of the state); None if that cannot be told.
 
-    The strict majority's. Machines of several kinds may round differently, so each kind is asked for itself; where it
-    has no majority another kind's may decide, whose state some of it have got.
+    The hash of a strict majority is right. Kinds of machines may round differently, so each kind is counted alone. A
+    kind without a majority is decided by another kind's hash, if some of its members have that hash.
     """
     right: set[int] = set()
     undecided: list[list[int]] = []
@@ -115,9 +115,9 @@ def right_hashes(found: Sequence[tuple[int, int]]) -> frozenset[int] | None:
 
 
 DATA_BY = "training set by its "
-"""begins what members compare of their data, see data_identity.py"""
+"""prefix of the entries that members compare of their data, see data_identity.py"""
 ITEMS = f"{DATA_BY}items"
-"""of those who may read them; --num-workers says who, in which nodes may differ"""
+"""entry of the members that may read items: --num-workers decides that, and may differ between nodes"""
 LENGTHS = {
     f"{name}_length": f"the {kind} set has {{ours}} samples here and {{theirs}}"
     for name, kind in (("train", "training"), ("test", "test"))
@@ -125,8 +125,8 @@ LENGTHS = {
 
 
 def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first entry that differs: (name, our value, their value); None where all agree. The task comes first, and
-    what it trains before flags: they differ as well where it does. Who has read no items differs in none."""
+    """Return the first entry that differs as (name, our value, their value); None if all are equal. The task comes
+    first, and what it trains before flags, which differ as a consequence. `ITEMS` counts only if both sides have it."""
     for name in sorted(ours.keys() | theirs.keys(), key=lambda name: (name.startswith("--"), name != "task", name)):
         if ours.get(name) != theirs.get(name) and (name != ITEMS or (name in ours and name in theirs)):
             return name, ours.get(name), theirs.get(name)
@@ -134,9 +134,9 @@ def disagreement(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[st
 
 
 def agreeing(members: Sequence[Member], reference: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Member, ...]]:
-    """What they say together, and those who agree with `reference` and with each other. Of two who contradict each
-    other where the reference says nothing the first counts. This holds for the first members only: later ones are
-    compared with what was said then, and not with each other."""
+    """Return the union of the agreement texts, and the members compatible with `reference` and with each other. If two
+    members differ in an entry that the reference lacks, the first counts. For the first members of a job only: later
+    ones are compared with this union, and not with each other."""
     common, found = dict(reference), []
     for one in members:
         if disagreement(common, one.agreement) is None:
@@ -146,7 +146,7 @@ def agreeing(members: Sequence[Member], reference: Mapping[str, Any]) -> tuple[d
 
 
 def require_agreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], their_name: str) -> None:
-    """Raises Refused at the first entry that differs, naming both values."""
+    """Raise Refused at the first entry that differs, naming both values."""
     found = disagreement(ours, theirs)
     if found is not None:
         name, our_value, their_value = found
@@ -159,33 +159,33 @@ def require_agreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], their_
 
 
 class Activity(StrEnum):
-    """What a member's training thread does, as its heartbeat tells."""
+    """The activity of a member's training thread, as its heartbeat reports it."""
 
     FORM = "form"
-    """meeting, restoring, sending the state"""
+    """agreement, restoring, sending the state"""
     COMPUTE = "compute"
-    """something of its own: loading data, forward, backward, an optimizer step, a snapshot"""
+    """its own work: loading data, forward, backward, an optimizer step, a snapshot"""
     REDUCE = "reduce"
-    """it is inside a collective, and may be waiting for its peers"""
+    """inside a collective, where it may be waiting for its peers"""
     STEP = "step"
-    """the passes of a step in which nobody knows whether it waits for its peers or computes: it may be either"""
+    """the passes of a step whose collectives cannot be told from computing: it may wait for its peers or compute"""
 
     @property
     def is_inside(self) -> bool:
-        """Whether it may be waiting for its peers."""
+        """Whether the thread may be waiting for its peers."""
         return self in (Activity.REDUCE, Activity.STEP)
 
 
 @dataclass(frozen=True)
 class MemberActivity:
-    """What a member is at, by its heartbeat."""
+    """The activity of a member, as its heartbeat reports it."""
 
     generation: int
     activity: Activity
     seconds: float
-    """that it has lasted, by the member's own clock"""
+    """age of the activity by the member's own clock"""
     limit: float
-    """seconds that it may last, by the member's own account (heartbeat.py)"""
+    """seconds that the activity may last by the member's own estimate (heartbeat.py)"""
 
     @property
     def is_late(self) -> bool:
@@ -193,10 +193,10 @@ class MemberActivity:
 
 
 def stalled(activities: Mapping[int, MemberActivity], generation: int) -> frozenset[int]:
-    """The ranks whose training thread keeps the others waiting though their heartbeats come.
+    """Return the ranks whose training thread keeps the other members waiting although their heartbeats come.
 
-    A member of this generation is outside of the collective for longer than it may be, and another one has waited in
-    there for as long. Who is inside is never to blame.
+    Such a member has been outside of the collective for longer than its limit, and another member has waited inside for
+    longer than that limit. A member inside the collective is never to blame.
     """
     present = {rank: one for rank, one in activities.items() if one.generation == generation}
     longest = max((one.seconds for one in present.values() if one.activity.is_inside), default=0.0)
@@ -206,26 +206,26 @@ def stalled(activities: Mapping[int, MemberActivity], generation: int) -> frozen
 
 
 def is_cut_off(activities: Mapping[int, MemberActivity], generation: int) -> bool:
-    """Whether a collective cannot end though everybody takes part in it: two members cannot reach each other."""
+    """Return whether a collective cannot end though all members are in it: two of them cannot reach each other."""
     return bool(activities) and all(
         one.generation == generation and one.activity.is_inside and one.is_late for one in activities.values()
     )
 
 
 class Failure(StrEnum):
-    """What an error that ended a step was."""
+    """The kind of an error that ended a step."""
 
     PEER = "peer"
-    """a peer was lost: meet the others and go on"""
+    """a peer was lost: agree on the next world and go on"""
     OWN = "own"
-    """this worker's own: it leaves, the others go on without it"""
+    """the error is this worker's own: it leaves, and the other members go on without it"""
     JOB = "job"
-    """everybody's, for another member met one at the same step: stop all"""
+    """the error is the job's, since another member had an error at the same step: all stop"""
 
 
 def seconds_before_return(num_fruitless: int, peer_timeout: float) -> float:
-    """That a member waits before it comes back to those who have gone on without it. One that only some of them can
-    reach would else end each of their worlds.
+    """Return the seconds that a member waits before it comes back to a job that has gone on without it. Else a member
+    that only some others can reach would end each of their worlds.
 
     Args:
         num_fruitless: how often in a row it was left out before a world with it was settled.
@@ -234,13 +234,13 @@ def seconds_before_return(num_fruitless: int, peer_timeout: float) -> float:
 
 
 def seconds_to_form(world_size: int, num_failed: int = 0) -> float:
-    """That the members of a world may take to make its process group, before that has failed. A member that dies within
-    the milliseconds in which it is made costs so much.
+    """Return the seconds that the members of a world may take to make its process group, after which it has failed. A
+    member that dies while the group is made, within milliseconds, costs this time.
 
-    Gloo connects each member to every other one, and each asks rank 0's store for every address: that serves one after
-    the other, 36 microseconds each (measured with 128 members: 0.6 s of its processor, 2 s in all where they shared two
-    cores). Allowed are a second, and three times as much: 1 s for 2 to 30 members, 2.6 for 128, 27 for 512. A machine
-    may be busier than that, so each failure of the same members doubles it, up to sixteen times.
+    Gloo connects each member to every other, and each asks rank 0's store for every address. The store serves one
+    request after the other, 36 microseconds each (measured with 128 members: 0.6 s of its processor, 2 s in all where
+    they shared two cores). Allowed are one second plus about three times that: 1 s for 2 to 30 members, 2.6 s for 128,
+    27 s for 512. A machine may be busier, so each failure of the same members doubles the time, up to sixteen times.
 
     Args:
         num_failed: how often in a row these very members have failed to make a group.

@@ -1,4 +1,4 @@
-"""Who trains together: members, and the World that they form for one generation."""
+"""The members that train together, and the World that they form for one generation."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 Address = tuple[str, int]
 """(IP or name, port)"""
 Point = Literal["meet", "init", "sync", "send", "step", "commit", "finish", "exit", "proposed", "planned", "formed"]
-"""of a worker's life at which a drill may inject a fault; elastic/fault_seam.py says what each is"""
+"""point of a worker's life at which a drill may inject a fault; elastic/fault_seam.py describes each"""
 
 
 def host_name() -> str:
-    """This node's name, fit for file names."""
+    """Return the name of this node, fit for file names."""
     name = platform.node() or "localhost"
     return "".join(c if c.isalnum() or c in "._" else "_" for c in name)
 
 
 @dataclass(frozen=True)
 class Member:
-    """What one worker says of itself when it asks to be in the next world."""
+    """One worker's description of itself when it asks to be in the next world."""
 
     host: str
     local_rank: int
@@ -33,25 +33,25 @@ class Member:
     agent_pid: int
     """pid of the node's agent (torchrun); 0 without one"""
     address: Address
-    """where it listens, for nothing but being probed: (IP, port)"""
+    """(IP, port) at which it listens, for probes only"""
     directory_id: str
-    """names its run directory; members that share one have the same"""
+    """id of its run directory; members that share a run directory have the same id"""
     backend: str
     """process group backend that suits its device: `gloo` or `cpu:gloo,cuda:nccl`"""
     max_generation: int | None
     """largest generation that it has been in, or that its run directory shows"""
     agreement: Mapping[str, Any] = field(default_factory=dict)
-    """what must be equal for all members: task, flags, versions"""
+    """entries that must be equal for all members: task, flags, versions"""
     store: Address | None = None
-    """(IP, port) of the store that it serves: the others' process group meets there where it is rank 0"""
+    """(IP, port) of the store that it serves; if it is rank 0, the process group forms over that store"""
     min_nodes: int = 1
-    """with fewer nodes than this it does not train"""
+    """fewest nodes with which it trains"""
     gpu: str | None = None
-    """UUID of its GPU, by which two workers that share one are found out, whatever number each sees it under"""
+    """UUID of its GPU: it shows that two workers share one GPU, even if each numbers it differently"""
     uid: str = ""
-    """drawn by its process: a host that comes back is somebody else"""
+    """drawn by its process: a host that comes back is another member"""
     node_id: str = ""
-    """what the workers of one agent have in common, and no others; "" where host and agent say it"""
+    """id shared by the workers of one agent only; "" if `host` and `agent_pid` are enough to tell nodes apart"""
     newest: tuple[int, int] | None = None
     """(generation, step) of the furthest snapshot that it can see"""
     forms_ahead: bool = False
@@ -63,53 +63,53 @@ class Member:
 
     @property
     def node(self) -> tuple[str, int, str]:
-        """What members of one node have in common."""
+        """The identity of the node, equal for its members only."""
         return self.host, self.agent_pid, self.node_id
 
 
 @dataclass(frozen=True)
 class World:
-    """The members of one process group, as one of them sees it; immutable: nothing can outlive its generation."""
+    """The members of one generation, as one of them sees it; immutable, so that no value outlives its generation."""
 
     rank: int
     """index of this worker, 0 .. world_size - 1; changes from generation to generation"""
     generation: int
-    """how many worlds this run had before this one"""
+    """number of this world, larger than that of every world before it"""
     members: tuple[Member, ...]
-    """all members, by rank: first those who train, then the spares"""
+    """all members, by rank: first the workers that train, then the spares"""
     max_world_size: int | None = None
-    """how many members a step has work for, where that is limited"""
+    """number of members that a step has work for; None if that is not limited"""
     uid: str = ""
-    """drawn when it was decided: two branches may use one generation number, never one uid"""
+    """drawn when the world was decided: two branches may use one generation number, never one uid"""
 
     @property
     def key(self) -> str:
-        """Prefix of the keys that belong to this world."""
+        """The prefix of the keys that belong to this world."""
         return f"world-{self.generation}-{self.uid}"
 
     @property
     def uids(self) -> frozenset[str]:
-        """Of the members."""
+        """The uids of the members."""
         return frozenset(member.uid for member in self.members)
 
     @property
     def world_size(self) -> int:
-        """How many train; they are the process group."""
+        """The number of workers that train; they form the process group."""
         return len(self.members) if self.max_world_size is None else min(len(self.members), self.max_world_size)
 
     @property
     def workers(self) -> tuple[Member, ...]:
-        """Those who train, by rank."""
+        """The members that train, by rank."""
         return self.members[: self.world_size]
 
     @property
     def num_spares(self) -> int:
-        """Members beyond the work that a step has, behind those who train."""
+        """The number of members beyond the work that a step has, ranked after the workers that train."""
         return len(self.members) - self.world_size
 
     @property
     def is_spare(self) -> bool:
-        """Whether this member stands by until one that trains is lost."""
+        """Whether this member stands by until a worker that trains is lost."""
         return self.rank >= self.world_size
 
     @property
@@ -119,22 +119,22 @@ class World:
 
     @property
     def local_rank(self) -> int:
-        """This worker's number among those of its node, from 0."""
+        """The index of this worker on its node, from 0."""
         return self.me.local_rank
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that have a member, spares included."""
+        """The number of nodes that have a member, spares included."""
         return len({member.node for member in self.members})
 
     @property
     def num_training_nodes(self) -> int:
-        """Nodes that have a worker."""
+        """The number of nodes that have a worker that trains."""
         return len({member.node for member in self.workers})
 
     @property
     def min_nodes(self) -> int:
-        """How many nodes must be there for it to train: of members that were told different numbers, the largest."""
+        """The fewest nodes with which this world trains: the largest number that a member requires."""
         return max(member.min_nodes for member in self.members)
 
     @property
@@ -155,11 +155,11 @@ class World:
 
 
 Reach = Callable[[Point, World], None]
-"""told that this worker is at a point, on any thread"""
+"""called when this worker reaches a point, on any thread"""
 
 
 def to_runs(ranks: Iterable[int]) -> str:
-    """Such as `0-3,7`; in the order given."""
+    """Return ranks as text such as `0-3,7`, in the order given."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -170,7 +170,7 @@ def to_runs(ranks: Iterable[int]) -> str:
 
 
 def from_runs(text: str) -> tuple[int, ...]:
-    """Raises: ValueError."""
+    """Return the ranks in a text of `to_runs`. Raises: ValueError."""
     found: list[int] = []
     for run in text.split(",") if text else ():
         first, _, last = run.partition("-")
@@ -182,7 +182,7 @@ Told = TypeVar("Told")
 
 
 def to_json(told: Any) -> str:
-    """What is told of a dataclass, by the names of its fields, or of a container of some."""
+    """Return a dataclass, or a container of dataclasses, as JSON with the names of the fields."""
     return json.dumps(told, default=_plain, separators=(",", ":"))
 
 
@@ -191,14 +191,14 @@ def _plain(told: Any) -> Any:
 
 
 def from_json(kind: type[Told], text: str) -> Told:
-    """A dataclass of what `to_json` made of one. Raises: as `value_of`; ValueError."""
+    """Return the dataclass of a text of `to_json`. Raises: as `value_of`; ValueError."""
     told: Told = value_of(kind, json.loads(text))
     return told
 
 
 def value_of(kind: Any, value: Any) -> Any:
-    """What JSON has made of a value of that type, a dataclass perhaps, as one again; fields that it does not know are
-    passed over. Raises: KeyError, TypeError, ValueError or OverflowError where it is none."""
+    """Return the value of type `kind`, such as a dataclass, that JSON turned into `value`; unknown fields are ignored.
+    Raises: KeyError, TypeError, ValueError or OverflowError if `value` is not of that kind."""
     return _reading(kind)(value)
 
 

@@ -1,4 +1,4 @@
-"""How a side without enough votes goes on as a branch (branches.py), where that is allowed."""
+"""A side without enough votes goes on as a branch (branches.py), if that is allowed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from elastic_train.world import to_json
 
 
 class BranchRound(Round):
-    """One attempt at a branch, by all who are to be in it, the own vote last: so no two branches have one member. A
-    member that waits may hear two sides that do not hear each other, and it need not have a vote in either."""
+    """One attempt at a branch. All its members must vote, this one last, so that no member is in two branches: a member
+    that waits may hear two sides that do not hear each other, even if it has no vote in either."""
 
     def taken(self, registers: Mapping[int, Register]) -> set[int]:
-        """Ranks that have accepted to go on without this member."""
+        """Return the ranks that have accepted a decision without this member."""
         mine = self.world.rank
         held = {rank: one.decision for rank, one in registers.items() if one.decision is not None and rank != mine}
         return {rank for rank, text in held.items() if mine not in Decision.from_json(text).ranks}
 
     def accepted(self, promises: Mapping[int, Register]) -> str | Denied | None:
-        """Nothing that all were to accept, and this member has not. Denied where one has gone over meanwhile."""
+        """As `Round.accepted`, without decisions that needed all votes and that this member has not accepted. Denied if
+        a voter does not answer, or has accepted a decision without this member meanwhile."""
         if len(promises) < len(self.voters) or self.taken(promises):
             return Denied()
         mine = self.world.rank
@@ -32,7 +33,7 @@ class BranchRound(Round):
 
 
 class BranchOff:
-    """Going on beyond the laws, when nothing was heard for one more peer timeout of those whose votes are missing.
+    """Goes on beyond the laws when the members whose votes are missing were silent for one more peer timeout.
 
     For the training thread.
 
@@ -52,20 +53,20 @@ class BranchOff:
         self._ballots, self._known, self._arbitration = ballots, known, arbitration
         self._peer_timeout, self._clock = peer_timeout, clock
         self._silent_since: tuple[str, tuple[str, ...], float] | None = None
-        """uid of the world, of whom nothing is heard, and since when it is these"""
+        """uid of the world, uids of the silent members, and the moment since when exactly these are silent"""
 
     def decide(self, round_: Round) -> str | Denied:
-        """As `Ballots.decide`, which goes by the laws, where these allow it."""
+        """As `Ballots.decide`; if the laws do not allow a decision, go on as a branch once that is allowed."""
         outcome = self._ballots.decide(round_)
         if not isinstance(outcome, Denied) or not outcome.votes or outcome.gone_on is not None:
             return outcome
         return self._go_on_without(round_) or outcome
 
     def _go_on_without(self, denied: Round) -> str | Denied | None:
-        """Those that are missing. None where that may not be, or would not help."""
+        """Decide a branch without the silent members. None if that is not allowed yet, or if it could not train."""
         world, worlds = denied.world, self._known.voters_without(denied.dead)
         silent = silent_members(worlds, uids(world, denied.reachable))
-        # A member that answers and takes no part may go on in a moment; with an arbiter, so may those that are silent.
+        # A member that answers but takes no part may go on in a moment; with an arbiter, a silent member may too.
         is_awaited = not set(silent).isdisjoint(denied.answering) or self._arbitration.is_needed(worlds)
         if not silent or is_awaited:
             self._silent_since = None
@@ -81,9 +82,9 @@ class BranchOff:
         decision = self._branch_of(side, attempt, Decision.from_json(denied.proposal))
         members = decision.members_after(world)
         if not members or len({member.node for member in members}) < max(member.min_nodes for member in members):
-            return None  # it would not train
+            return None  # the branch would not train
         gone = denied.dead | set(decision.dead)
-        # Of a world that nobody has settled yet, its members have it as well.
+        # In a world that is not settled yet its members may have the state as well: this member's position shows it.
         has_state = self._known.has_state and self._known.holders(gone)
         if not has_state and denied.clients.own.get(POSITION) is None:
             return None
@@ -93,11 +94,12 @@ class BranchOff:
         )
 
     def _branch_of(self, side: Collection[int], attempt: BranchRound, decision: Decision) -> Decision:
-        """Newcomers wait for the world after it: each who is in the first one has been in the parent."""
+        """Return `decision` as the first world of a branch of `side`. Its newcomers wait for the world after that: each
+        member of the first world was in the parent world."""
         inside = uids(attempt.world, side)
         silent = silent_members(attempt.worlds, inside)
         known = {member.uid: member.store for one in self._known.past.values() for member in one.members}
-        # Spares, too: they may be in another branch, and be all that is left of it.
+        # Spares too: they may be in another branch, as its last members.
         left = [uid for uid in (*silent, *known) if uid in known and uid not in inside and uid not in decision.dead]
         others = tuple(store for uid in dict.fromkeys(left) if (store := known[uid]) is not None)
         before = Branch.from_json(decision.facts.get(BRANCH))

@@ -1,13 +1,13 @@
-"""What a member says of itself with every ping and answer: one line of a size that does not grow with the world.
+"""The heartbeat: one line that a member sends with every ping and answer; its size does not grow with the world.
 
-`-{} [3, "reduce", 0.031, 10.2, 0.044, 7, 512]`: whether its world is over (`!`, or `=` where all ended it at the step
-of a vote) and whose fault that is; generation, activity, its seconds, and how many it may last by the member's own
-account; and for how long, as far as it has heard, nobody has been outside of the reduction, by which heartbeat (rank,
-count). Each member passes on the least age of its neighbours', so that all know whether somebody is still to come
-though nobody sees everybody.
+`-{} [3, "reduce", 0.031, 10.2, 0.044, 7, 512]` has these fields. The head: whether the world is over (`!`, or `=` if
+all ended it at the step of a vote), and the verdicts. Then generation, activity, its age in seconds, and its limit in
+seconds by the member's own estimate. Then the seconds for which, as far as it has heard, no member has been outside of
+the reduction, with the heartbeat (rank, count) that showed this. Each member passes on the least such age among its
+neighbours, so all learn whether a member is still to come, though no member pings all.
 
-Nobody else knows what a member's first step compiles, how long its evaluation takes or its disk. So each says for how
-long it has been at something and for how long it may be, and the others hold it to that.
+Other members cannot know what a member's first step compiles, or how long its evaluation or its disk takes. So each
+member reports the age and the limit of its activity, and the others hold it to that limit.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from elastic_train.rules import Activity, MemberActivity
 from elastic_train.world import World, from_runs, to_runs
 
 LEAST_SECONDS = 300.0
-"""that a step may take, however fast the steps before were: a loader or a disk may hiccup"""
+"""limit of a step, however fast earlier steps were: a loader or a disk may hiccup"""
 STEPS = 20
-"""median steps that one may take, where that is more"""
+"""limit of a step in median steps, if that is longer"""
 FIRST_SECONDS = 1800.0
-"""that a member may take for its first step, and for what its own code does between two steps"""
+"""limit of a member's first step, and of its user code between two steps"""
 COLLECTIVES = 10
-"""usual collectives that one may take beyond the peer timeout, when all take part in it"""
+"""limit of a collective with all members inside, in median collectives beyond the peer timeout"""
 NUM_REMEMBERED = 64
 LONGEST_PAUSE = 2.5
-"""between two looks at a clock by a thread that waits for something: an attempt at a store, and a pause after it"""
+"""seconds between two looks at a clock by a waiting thread: an attempt at a store, and a pause after it"""
 
 
 class AwakeTime:
-    """Seconds since `restart`, without those in which this process was suspended, or starved: then it learned nothing
-    of the others, and nobody could have answered it.
+    """The seconds since `restart`, without those in which this process was suspended or starved: then it could not have
+    heard other members.
 
-    Who waits looks again and again. What is between two looks beyond `longest` is taken for a suspension. For any
-    thread.
+    A thread that waits calls `look` again and again. Time between two looks beyond `longest` counts as a suspension.
+    For any thread.
 
     Args:
         longest: seconds between two looks of a process that is awake.
@@ -58,7 +58,7 @@ class AwakeTime:
             self._looked_at, self._seconds = self._monotonic(), 0.0
 
     def look(self) -> float:
-        """Seconds of a suspension since the last look; 0 where there was none."""
+        """Return the seconds of a suspension since the last look; 0 if there was none."""
         with self._lock:
             now = self._monotonic()
             elapsed, self._looked_at = now - self._looked_at, now
@@ -68,18 +68,18 @@ class AwakeTime:
 
     @property
     def seconds(self) -> float:
-        """That it was awake; a look, too."""
+        """The seconds awake; reading it is a look, too."""
         self.look()
         return self._seconds
 
 
 class Pace:
-    """What this member's steps and collectives took; from that what the next ones may take.
+    """The durations of this member's steps and collectives, and the limits of the next ones that follow from them.
 
-    Noted by the training thread and asked by the watcher's.
+    The training thread notes durations; the watcher thread reads limits.
 
     Args:
-        stall_timeout: seconds of `--stall-timeout`; None for what the steps say.
+        stall_timeout: seconds of `--stall-timeout`; None to derive the limit from the steps.
         formation_timeout: seconds that anything may take while a world forms.
     """
 
@@ -90,22 +90,22 @@ class Pace:
         self._formation_timeout = formation_timeout
         self._steps: deque[float] = deque(maxlen=NUM_REMEMBERED)
         self._collectives: deque[float] = deque(maxlen=NUM_REMEMBERED)
-        """the longest one of each step"""
+        """the longest collective of each step"""
         self._longest = 0.0
         self._is_first = True
         self.slowest_step = 0.0
         """seconds of the slowest of the last steps"""
 
     def expect_first_step(self) -> None:
-        """The next step may take as long as the first one did: it may compile for new shapes."""
+        """Let the next step take as long as a first step may: it may compile for new shapes."""
         self._is_first = True
 
     def note_step(self, seconds: float, interval: float | None = None) -> None:
-        """A step was committed.
+        """Note a committed step.
 
         Args:
-            seconds: from its data on.
-            interval: from the commit before it, with the time for its data.
+            seconds: from the arrival of its data to the commit.
+            interval: from the commit before it, with the time to load its data.
         """
         self._is_first = False
         self._steps.append(seconds if interval is None else interval)
@@ -114,11 +114,11 @@ class Pace:
         self.slowest_step = max(0.99 * self.slowest_step, seconds)
 
     def note_collective(self, seconds: float) -> None:
-        """A collective has ended in so many seconds, waiting for others included."""
+        """Note a collective that has ended, with its time of waiting for other members."""
         self._longest = max(self._longest, seconds)
 
     def limit(self, activity: Activity) -> float:
-        """Seconds that a member may be at it."""
+        """Return the seconds that an activity may last."""
         if activity is Activity.FORM:
             return self._formation_timeout
         if activity in (Activity.COMPUTE, Activity.STEP):
@@ -129,37 +129,37 @@ class Pace:
 
     @property
     def stall_limit(self) -> float:
-        """Seconds that the others wait for a member that is outside of their collective, after its first step."""
+        """The seconds that members wait in a collective for a member outside of it, after its first step."""
         if self._stall_timeout is not None:
             return self._stall_timeout
         return max(LEAST_SECONDS, STEPS * _median(self._steps))
 
     @property
     def between_steps(self) -> float:
-        """The same where code of the user's may do what it likes."""
+        """As `stall_limit`, between two steps, where user code runs."""
         return self.stall_limit if self._stall_timeout is not None else max(FIRST_SECONDS, self.stall_limit)
 
     def last_limit(self, activity: Activity) -> float:
-        """Seconds after which a member of a world that is over does not come back any more."""
-        if activity is Activity.FORM:  # it reads from a disk that does not answer, say
+        """Return the seconds after which an activity in a world that is over counts as one that never ends."""
+        if activity is Activity.FORM:  # for example a read from a disk that does not answer
             return max(FIRST_SECONDS, self._formation_timeout)
-        # The others have expelled it by then, and it might have come back.
+        # The other members leave it out before that; until then it might have come back.
         return 2 * max(FIRST_SECONDS, self.stall_limit) if activity is Activity.COMPUTE else self.limit(activity)
 
 
 def _median(seconds: Iterable[float]) -> float:
-    known = list(seconds)  # at once: the other thread may add one
+    known = list(seconds)  # copied first: the other thread may add one
     return median(known) if known else 0.0
 
 
 @dataclass(frozen=True)
 class Heartbeat(MemberActivity):
-    """What a member is at, and what it has heard of the others."""
+    """The activity of a member, and what it has heard of the other members."""
 
     age: float
-    """seconds since anybody was outside of the reduction, as far as it has heard"""
+    """seconds since any member was outside of the reduction, as far as it has heard"""
     witness: tuple[int, int]
-    """(rank, count) of the heartbeat that said so"""
+    """(rank, count) of the heartbeat that showed this"""
 
     def to_line(self, head: str) -> str:
         times = [round(seconds, 3) for seconds in (self.seconds, self.limit, self.age)]
@@ -174,11 +174,11 @@ class Heartbeat(MemberActivity):
 
 
 def head_of(world: World | None, verdicts: Mapping[int, str] | None, *, is_by_vote: bool = False) -> str:
-    """The first word of the line: `-{}`, or `!` and who is out of the world that is over, by what befell them; `={}`
-    where nothing befell anybody and a vote has ended it.
+    """Return the first word of the line: `-{}`; `!` with the verdicts, as ranks by reason, if the world is over; `={}`
+    if a vote has ended it and there are no verdicts.
 
     Args:
-        verdicts: why, by rank, as `describe` makes them; None where the world is not over.
+        verdicts: reasons by rank, as `describe` makes them; None if the world is not over.
     """
     if verdicts is None:
         return "-{}"
@@ -194,7 +194,7 @@ def head_of(world: World | None, verdicts: Mapping[int, str] | None, *, is_by_vo
 
 
 def verdicts_of(world: World, line: str) -> dict[int, str] | None:
-    """What `head_of` said; None where the world is not over. Raises: ValueError."""
+    """Return the verdicts of a line of `head_of`; None if the world is not over. Raises: ValueError."""
     if line[:1] not in ("!", "="):
         return None
     return {rank: describe(world, rank, what) for what, runs in _told(line).items() for rank in from_runs(runs)}
@@ -206,7 +206,7 @@ def _told(line: str) -> dict[str, str]:
 
 
 def is_readable(line: str) -> bool:
-    """Whether this build can read a heartbeat, or there is none yet. Another build's may be of another form."""
+    """Return whether this build can read a heartbeat or it is empty. Another build may use another form."""
     try:
         if line:
             Heartbeat.from_line(line)
@@ -218,12 +218,12 @@ def is_readable(line: str) -> bool:
 
 
 def has_ended_by_vote(line: str) -> bool:
-    """Whether all end the world at the same step, and nobody else's part in that may be broken off."""
+    """Return whether all end the world at the same step; no member's part in that step may be broken off."""
     return line[:1] == "="
 
 
 def describe(world: World, rank: int, what: str) -> str:
-    """A verdict, for a person."""
+    """Return the text of a verdict."""
     return f"{world.members[rank].name} (rank {rank}) {what}"
 
 
@@ -231,23 +231,23 @@ SILENT = "was silent for"
 
 
 def is_silence(why: str) -> bool:
-    """Whether a verdict is that a member was not heard, by one that could not reach it."""
+    """Return whether a verdict says only that another member did not hear this one."""
     return SILENT in why
 
 
 @dataclass
 class LastOutside:
-    """When anybody was last outside of the reduction, by hearsay: the newest moment that a member has heard of.
+    """The newest moment, by hearsay, at which any member was outside of the reduction.
 
-    A moment travels as an age, for no two machines' clocks are compared. On its way it seems to grow younger by the
-    time that a message takes. Three rules keep it from doing so for ever as it goes round: a heartbeat's moment is the
-    oldest that was heard of it; no older heartbeat of the same member counts after it; one of another member counts
+    A moment travels as an age, since the clocks of two machines are never compared. With each message it seems to grow
+    younger by the time that the message takes. Three rules keep this from going on for ever: of one heartbeat the
+    oldest moment counts; after it no older heartbeat of the same member counts; a heartbeat of another member counts
     only if it is newer by `slack`.
     """
 
     at: float
     slack: float = 0.0
-    """seconds, more than a message takes; by so many may the moment be too old, for each member that passed it on"""
+    """seconds, more than a message takes; the moment may be too old by this much for each member that passed it on"""
     witness: tuple[int, int] = (-1, 0)
 
     def hear(self, witness: tuple[int, int], at: float) -> None:
@@ -261,38 +261,38 @@ class LastOutside:
 
 
 class OwnHeartbeat:
-    """What this member's training thread does, since when, and for how long it may: the line that the others hear.
+    """The activity of this member's training thread, its age and its limit: the line that other members get.
 
-    The training thread tells by `turn_to`, an assignment and nothing more; so the step path never waits here. All
-    else is for who holds the watcher's lock, or for its thread.
+    The training thread calls `turn_to`, which only assigns, so the step path never waits here. All other methods are
+    for the holder of the watcher's lock, or for the watcher thread.
     """
 
     def __init__(self, pace: Pace, monotonic: Callable[[], float]) -> None:
         self.pace, self._monotonic = pace, monotonic
         self._activity: tuple[Activity, float, float | None] = (Activity.FORM, monotonic(), None)
-        """with the moment since when, and with a limit of its own"""
+        """with the moment when it began, and with a limit of its own"""
         self._rank, self._count = -1, 0
         self.outside = LastOutside(0.0)
 
     def begin(self, rank: int, slack: float) -> None:
-        """A world is adopted, in which this member has this rank.
+        """Begin in an adopted world, in which this member has this rank.
 
         Args:
-            slack: seconds, as LastOutside has them.
+            slack: as in LastOutside.
         """
         self._rank = rank
         self.outside = LastOutside(self._monotonic(), slack)
 
     def turn_to(self, activity: Activity, limit: float | None = None) -> None:
-        """Something else, or the same anew; with a limit in seconds where the pace does not tell."""
+        """Begin an activity, or the same one anew; with a limit in seconds if the pace does not tell."""
         now, (before, since, _) = self._monotonic(), self._activity
         if before is Activity.REDUCE and activity is Activity.COMPUTE:
             self.pace.note_collective(now - since)
         self._activity = (activity, now, limit)
 
     def turn_inside(self) -> None:
-        """For the watcher's thread: the training thread, late at something of its own, is found inside of a collective.
-        From now on it counts as waiting for its peers, and may for as long again."""
+        """For the watcher thread: the training thread, late at its own work, was found inside a collective. From now on
+        it counts as waiting for its peers, with the same limit anew."""
         found = self._activity
         if found[0] is Activity.COMPUTE:
             inside = (Activity.REDUCE, self._monotonic(), self.at()[2])
@@ -300,24 +300,24 @@ class OwnHeartbeat:
                 self._activity = inside
 
     def at(self) -> tuple[Activity, float, float]:
-        """What the training thread does, for how many seconds, and how many it may."""
+        """Return the activity of the training thread, its age in seconds, and its limit in seconds."""
         activity, since, limit = self._activity
         return activity, self._monotonic() - since, self.pace.limit(activity) if limit is None else limit
 
     @property
     def seconds_all_inside(self) -> float:
-        """For how long nobody has been outside of the reduction, as far as it has heard."""
+        """The seconds for which no member has been outside of the reduction, as far as this one has heard."""
         return self._monotonic() - self.outside.at
 
     def line(self, head: str, world: World | None) -> str:
-        """The next one.
+        """Return the next line.
 
         Args:
             head: its first word (`head_of`).
-            world: the one that this member is in at this moment.
+            world: the world that this member is in at this moment.
         """
         (activity, seconds, limit), now = self.at(), self._monotonic()
-        # What may be its own work counts as that, for as long as it may last: the others wait for longer than the peer
+        # STEP counts as its own work until shortly before its limit: the other members wait for longer than the peer
         # timeout after they have heard so last.
         may_compute = activity is Activity.STEP and seconds < limit - self.pace.peer_timeout
         if not activity.is_inside or may_compute or world is None:

@@ -1,13 +1,13 @@
-"""How the sides of a run find each other, and which of them stops.
+"""The sides of a run find each other, and one of them stops.
 
-Each member says in its own store how far its side has come. Rank 0 of a branch looks, on a thread of its own, at the
-members that it has gone on without and at the endpoints. Of two sides that meet one judges, that of the larger id, so
-that never both stop: the main line has none, and never judges. A member of the side that stops finds that in its store,
-and tells the others of its world; then their rank 0 votes for the world's end.
+Each member publishes the position of its side in its own store. Rank 0 of a branch reads, on a thread of its own, the
+stores of the members left behind and those at the endpoints. When two sides find each other, only the side with the
+larger id judges, so that never both stop: the main line has the id "", and never judges. A member of the side that
+stops finds the result in its store and tells the members of its world; then their rank 0 votes for the world's end.
 
-Two jobs of one run id write over each other's signs at an endpoint, and so find each other; the rank 0 of that with the
-larger token looks at the other's, and judges. A side that waits for the silent is left alone: it may never go on, and
-must end nobody who does.
+Two jobs of one run id overwrite each other's signs at an endpoint, and so find each other. Rank 0 of the job with the
+larger token reads the other rank 0's store, and judges. A side that waits for silent members is left alone: it may
+never go on, and so must not end a side that trains.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SUPERSEDED = "superseded"
 
 
 class OtherSides:
-    """What one member learns of other sides, and tells its own.
+    """One member's knowledge of other sides, and its messages to its own side.
 
     Args:
-        own: its own store; it answers several threads.
+        own: this member's own store; several threads may call it.
         finder: of this member.
-        reach: a client of the store at an address, for the thread that looks. Raises: StoreUnreachable.
+        reach: returns a client of the store at an address, for the thread that looks. Raises: StoreUnreachable.
         may_branch: whether a side may go on as a branch in this job (branches.py).
         in_background: runs a task on a thread of its own.
     """
@@ -53,16 +53,16 @@ class OtherSides:
         self.may_branch = may_branch
         self._is_busy = False
         self._notified_in: str | None = None
-        """uid of the world whose members know from this one that this side stops"""
+        """uid of the world whose members this one has told that this side stops"""
 
     def has_notified(self, world: World) -> bool:
-        """Whether this side stops, and this member has told the members of `world`. To have told those of an earlier
-        world is not enough: others may have joined since."""
+        """Return whether this member has told the members of `world` that this side stops. The members of an earlier
+        world are not enough: newcomers may have joined since."""
         return self._notified_in == world.uid
 
     def winner(self, mine: Position | None) -> Position | None:
-        """The side for which this one stops; None where it does not: a side that had not parted yet tells all whom it
-        was with, and they may be the winner itself by now."""
+        """Return the position of the side for which this one stops; None if it does not stop. The message may have come
+        before the two sides parted: then this member may be on the winning side itself by now."""
         text = self.own.get(SUPERSEDED)
         found = None if text is None else from_json(Position, text)
         return None if found is not None and mine is not None and found.is_of(mine) else found
@@ -74,10 +74,10 @@ class OtherSides:
         branch: Branch | None,
         other_jobs: Sequence[Address],
     ) -> None:
-        """On the watcher's thread, which waits for nobody.
+        """Publish the position, and start the next task in the background. On the watcher thread; does not block.
 
         Args:
-            position: of this member; None while it has no state of its world.
+            position: returns the position of this member; None while it has no state of its world.
             other_jobs: stores of members of another job of this run id, whose sign was found.
         """
         mine = position()
@@ -108,11 +108,11 @@ class OtherSides:
             for member in world.members:
                 self._clients.of(member).create(SUPERSEDED, winner)
             self._notified_in = world.uid
-        except StoreUnreachable:  # it is tried again, or that member is lost and another world told
+        except StoreUnreachable:  # `tend` tries again, in the next world if that member is lost
             self._clients.keep_only(())
 
     def _judge_branches(self, world: World, position: Callable[[], Position | None], branch: Branch) -> None:
-        """Judge between this side and each other one that answers."""
+        """Judge between this side and each other side that answers."""
         inside = {member.store for member in world.members}
         places = list(branch.others)
         with suppress(StoreUnreachable):
@@ -126,7 +126,7 @@ class OtherSides:
                 if text is None or mine is None or run_id != self._run_id:
                     continue
                 theirs = from_json(Position, text)
-                if theirs.run != mine.run or theirs.id >= mine.id:  # it judges
+                if theirs.run != mine.run or theirs.id >= mine.id:  # the side with the larger id judges
                     continue
                 if not self._outdoes(mine, theirs, self._clients.at(place)):
                     return
@@ -134,7 +134,7 @@ class OtherSides:
                 self._clients.keep_only(())  # a client that got no answer gives none again
 
     def _judge_jobs(self, position: Callable[[], Position | None], places: Sequence[Address]) -> None:
-        """The same between this job and another one, at the rank 0 of that, to which the store of any member leads."""
+        """Judge between this job and another one, by the store of its rank 0, to which any member's store leads."""
         for place in places:
             try:
                 host = self._clients.at(place).get("host")
@@ -149,15 +149,15 @@ class OtherSides:
                 if theirs.job == mine.job or not (theirs.stands and mine.stands):
                     continue
                 if self.may_branch and theirs.is_beside(mine):
-                    continue  # they meet as branches
-                if (theirs.job or "") < (mine.job or ""):  # else it judges
+                    continue  # `_judge_branches` judges these
+                if (theirs.job or "") < (mine.job or ""):  # else the other job judges
                     self._outdoes(mine, theirs, store)
                 return
             except StoreUnreachable:
                 self._clients.keep_only(())
 
     def _outdoes(self, mine: Position, theirs: Position, store: KeyValueStore) -> bool:
-        """Whether the other side stops, and not this one; `store` is of a member of it. Who stops is told."""
+        """Tell the side that stops. Return whether that is the other side; `store` is of one of its members."""
         if theirs.goes_before(mine):
             self.own.create(SUPERSEDED, to_json(theirs))
             return False

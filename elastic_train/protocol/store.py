@@ -1,8 +1,8 @@
-"""The key-value store that members meet at, as the few operations that membership needs; connections to other ones.
+"""The key-value store of a member: the few operations that membership needs, and clients of other members' stores.
 
-An implementation answers each call at once or raises StoreUnreachable; no call waits for a key. Values are text; an
-empty one is as good as none to `create` and `swap`. Keys carry the generation that they belong to; a member deletes in
-its own store what worlds that are over have left there.
+An implementation answers each call at once or raises StoreUnreachable; no call waits for a key. Values are text;
+`create` and `swap` treat an empty value as none. Keys carry the generation that they belong to; a member deletes the
+keys of past worlds in its own store.
 """
 
 from __future__ import annotations
@@ -23,54 +23,54 @@ from elastic_train.system import copy_of_socket, open_sockets
 from elastic_train.world import Address, Member, World
 
 NO_VALUE = "\0none"
-"""what stands for a key that does not exist, and for no value of any"""
+"""stands for a key that does not exist; no key ever has this value"""
 FEW_KEYS = 3
-"""that are asked for one by one"""
+"""number of keys up to which `get_many` reads one by one"""
 
 
 class SharedStore(Protocol):
-    """What the members of a world share while it stands."""
+    """The store that the members of a world share while the world stands."""
 
     def get(self, key: str) -> str | None:
-        """The value, None where there is none."""
+        """Return the value; None if there is none."""
 
     def get_many(self, keys: Sequence[str]) -> list[str | None]:
-        """The values of several keys, in two round trips where all of them exist."""
+        """Return the values of several keys, in two round trips if all of them exist."""
 
     def put(self, key: str, value: str) -> None:
-        """Set a value, acknowledged."""
+        """Set a value; return once the store has acknowledged it."""
 
     def create(self, key: str, value: str) -> str:
-        """Set a value if there is none; the value that stands afterwards, ours or the earlier one."""
+        """Set a value if there is none. Return the value that stands afterwards, ours or the earlier one."""
 
     def delete(self, key: str) -> None:
-        """It has no value any more, and perhaps had none."""
+        """Delete the key, which may not exist."""
 
 
 class KeyValueStore(SharedStore, Protocol):
-    """What a member serves to the others."""
+    """The store of any member, as another member calls it."""
 
     def swap(self, key: str, expected: str, value: str) -> bool:
-        """Set a value if `expected` stands there; whether `value` stands there then, set by another one perhaps."""
+        """Set a value if `expected` stands there. Return whether `value` stands there then, perhaps set by another."""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter that starts at 0; the sum."""
+        """Add to a counter that starts at 0, and return the sum."""
 
 
 class OwnStore(KeyValueStore, Protocol):
-    """The store that a member serves."""
+    """The store that a member serves, as that member calls it."""
 
     def keys(self) -> list[str]:
-        """All of them."""
+        """Return all keys."""
 
 
 class TorchStore:
     """A `torch.distributed` store: a TCPStore that a member serves, MASTER_ADDR's, or one in this process.
 
-    A TCPStore client is one connection under one lock, and `set` on a dead connection returns silently; so each thread
+    A TCPStore client is one connection under one lock, and `set` on a dead connection returns silently. So each thread
     has a client of its own, and writes that matter are compare-and-set or read back. The store's own timeout bounds
-    nothing but waits for keys: on a server that is frozen, or behind a cut cable, all else would block for ever. So the
-    sockets get a deadline; a reply that comes after it would be taken for that of a later call, so the client is not
+    only waits for keys: if the server is frozen or behind a cut cable, all other calls would block for ever. So the
+    sockets get a deadline. A reply after the deadline would count as the reply of a later call, so the client is not
     used again.
     """
 
@@ -105,7 +105,7 @@ class TorchStore:
     def put(self, key: str, value: str) -> None:
         with self._answered() as store:
             store.set(key, value)
-            store.check([key])  # the acknowledgement that `set` does not give; the reader may have deleted it by now
+            store.check([key])  # the acknowledgement that `set` lacks; the reader may have deleted the key by now
 
     def create(self, key: str, value: str) -> str:
         with self._answered() as store:
@@ -129,7 +129,7 @@ class TorchStore:
 
     @contextlib.contextmanager
     def _answered(self) -> Iterator[Store]:
-        """For one question. Raises: StoreUnreachable where it gets no answer, or an earlier one got none."""
+        """Yield the store for one call. Raises: StoreUnreachable if this call or an earlier one gets no answer."""
         try:
             yield self.raw
         except RuntimeError as error:
@@ -140,8 +140,8 @@ class TorchStore:
 
 
 def _value_of(store: Store, key: str) -> str | None:
-    """In one round trip: `get` waits for a key that another one has deleted since it was looked for. A key that does
-    not exist is not set where another value than "" is expected of it, which comes back then."""
+    """Return the value in one round trip. `get` would wait for a key that was deleted after a check. `compare_set` does
+    not set a key that does not exist if it expects a value other than "": it returns the expected value."""
     value = store.compare_set(key, NO_VALUE, NO_VALUE).decode()
     return None if value == NO_VALUE else str(value)
 
@@ -149,8 +149,8 @@ def _value_of(store: Store, key: str) -> str | None:
 def limit_socket_waits(port: int, timeout: timedelta) -> None:
     """Give this process's connections to a store's port a deadline for every send and receive.
 
-    torch has no way to ask a TCPStore for its socket. Its waits for a key poll first and are not cut short. Nothing on
-    macOS, where a world of one has no store but its own.
+    torch has no way to ask a TCPStore for its socket. Its waits for a key poll first, so the deadline does not cut them
+    short. Does nothing on macOS, where a world of one has only its own store.
     """
     seconds, rest = divmod(timeout // timedelta(microseconds=1), 10**6)
     deadline = struct.pack("ll", seconds, rest)  # struct timeval
@@ -162,23 +162,23 @@ def limit_socket_waits(port: int, timeout: timedelta) -> None:
 
 
 def append(store: KeyValueStore, key: str, text: str) -> None:
-    """Add to a list that others read as a whole; so it costs them nothing while nobody adds to it."""
+    """Append to a list that other members read as a whole; it costs them nothing while it is empty."""
     store.put(f"{key}/{store.add(f'{key}/count', 1)}", text)
 
 
 def entries(store: KeyValueStore, key: str) -> list[str]:
-    """What has been added; without what somebody is adding at this moment."""
+    """Return the entries of a list of `append`, without an entry that is being written at this moment."""
     count = int(store.get(f"{key}/count") or 0)
     return [text for text in store.get_many([f"{key}/{number}" for number in range(1, count + 1)]) if text is not None]
 
 
 def scoped(world: World, name: str) -> str:
-    """The key of what is announced: of this world alone, or of the job."""
+    """Return the key of an announcement, which belongs to this world alone or to the job."""
     return f"{world.key}/{name}" if name.startswith(("left/", "finished")) else f"job/{name}"
 
 
 class MemoryStore:
-    """The same in a dictionary, for simulations and tests."""
+    """As TorchStore in a dictionary, for simulations and tests."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -219,25 +219,25 @@ class MemoryStore:
 
 Answer = TypeVar("Answer")
 NUM_PROPOSERS = 2
-"""ranks that keep a connection to everybody: who proposes, and who does when that one is lost"""
+"""ranks that keep a connection to all members: the proposer, and the next one if that is lost"""
 
 
 class Clients:
-    """For the training thread; `connect_ahead` may run beside it.
+    """One thread's clients of stores; `connect_ahead` may run beside that thread.
 
     Args:
-        own: this member's own store, which answers two threads.
+        own: this member's own store; two threads may call it.
         uid: of this process.
-        connect: a client of the store at an address. Raises: StoreUnreachable.
+        connect: returns a client of the store at an address. Raises: StoreUnreachable.
     """
 
     def __init__(self, own: KeyValueStore, uid: str, connect: Callable[[Address], KeyValueStore]) -> None:
         self.own, self._uid, self._connect = own, uid, connect
         self._found: dict[Address | str, KeyValueStore] = {}
-        """of members by uid, of others by address"""
+        """clients, of members by uid and of other stores by address"""
 
     def of(self, member: Member) -> KeyValueStore:
-        """Raises: StoreUnreachable, also where another process has the member's address by now."""
+        """Return a client of a member's store. Raises: StoreUnreachable, also if another process has the address."""
         if member.uid == self._uid:
             return self.own
         store = self._found.get(member.uid)
@@ -250,25 +250,25 @@ class Clients:
         return store
 
     def of_rank(self, world: World, rank: int) -> KeyValueStore:
-        """Raises: StoreUnreachable."""
+        """As `of`."""
         return self.of(world.members[rank])
 
     def at(self, address: Address) -> KeyValueStore:
-        """Raises: StoreUnreachable."""
+        """Return a client of the store at an address. Raises: StoreUnreachable."""
         store = self._found.get(address)
         if store is None:
             store = self._found[address] = self._connect(address)
         return store
 
     def lose(self, which: Member | Address) -> None:
-        """It has not answered."""
+        """Drop the connection: the store did not answer."""
         self._found.pop(which.uid if isinstance(which, Member) else which, None)
 
     def lose_rank(self, world: World, rank: int) -> None:
         self.lose(world.members[rank])
 
     def of_first(self, world: World) -> KeyValueStore:
-        """Of rank 0, over a fresh connection where the one there was gives no answer. Raises: StoreUnreachable."""
+        """Return a client of rank 0's store, over a new connection if the old one fails. Raises: StoreUnreachable."""
         with contextlib.suppress(StoreUnreachable):
             store = self.of_rank(world, 0)
             store.get("run_id")
@@ -277,8 +277,8 @@ class Clients:
         return self.of_rank(world, 0)
 
     def ask(self, member: Member, question: Callable[[KeyValueStore], Answer]) -> Answer:
-        """What comes of it at the store of a member, which is lost where it does not answer. Raises: StoreUnreachable;
-        the next one is asked over a new connection."""
+        """Ask the store of a member and return its answer. Raises: StoreUnreachable if there is none, and drops the
+        connection: the next call makes a new one."""
         try:
             return question(self.of(member))
         except StoreUnreachable:
@@ -288,7 +288,7 @@ class Clients:
     def ask_each(
         self, world: World, ranks: Iterable[int], question: Callable[[KeyValueStore], Answer]
     ) -> dict[int, Answer]:
-        """What comes of it at the store of each rank. Who does not answer is lost, and not in it."""
+        """Ask the store of each rank and return the answers by rank. Drops the connections that give no answer."""
         answers = {}
         for rank in ranks:
             with contextlib.suppress(StoreUnreachable):
@@ -300,7 +300,7 @@ class Clients:
             self._found.pop(gone, None)
 
     def connect_ahead(self, world: World, is_current: Callable[[], bool]) -> None:
-        """To whom this member would ask in a recovery: rank 0, or everybody where it would propose itself."""
+        """Connect to the stores that a recovery would ask: the first NUM_PROPOSERS ranks; a proposer needs all."""
         ranks = range(len(world.members)) if world.rank < NUM_PROPOSERS else range(NUM_PROPOSERS)
         for rank in ranks:
             if not is_current() or rank >= len(world.members):
@@ -312,5 +312,5 @@ class Clients:
 
 
 def stores_in(sign: str | None) -> tuple[Address, ...]:
-    """That a sign names, or a store in `members`."""
+    """Return the stores that a sign names, or the value of a store's key `members`."""
     return () if sign is None else tuple((str(host), int(port)) for host, port in json.loads(sign)["stores"])
