@@ -1,4 +1,4 @@
-"""HOST:PORT, and the local addresses and interfaces that lead there."""
+"""Endpoints HOST:PORT, and the local addresses and interfaces that lead to them."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:  # torchrun's agent needs nothing else of it
 
 DEFAULT_PORT, MAX_PORT = 29400, 65535
 NOBODY, NOBODY_V6 = "192.0.2.1", "2001:db8::1"
-"""for documentation alone: TEST-NET-1 (RFC 5737), RFC 3849"""
+"""addresses that no machine has, reserved for documentation: TEST-NET-1 (RFC 5737), RFC 3849"""
 ENTRY, MOST_ADDRESSES = 40, 4096
-"""bytes of `struct ifreq`, netdevice(7); IPv4 addresses that are looked at"""
+"""bytes of `struct ifreq`, netdevice(7); most IPv4 addresses that are read"""
 NAME_SECONDS = 10.0
-"""after which it is asked anew whether an endpoint's name is this machine's"""
+"""time after which an endpoint's name is looked up anew, to see whether it is this machine's"""
 
 
 def normalize_endpoint(text: str) -> str:
-    """HOST:PORT with torchrun's defaults, localhost and 29400."""
+    """Return HOST:PORT with torchrun's defaults, localhost and 29400."""
     host, port = split_endpoint(text)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_endpoints(text: str, option_name: str) -> tuple[str, ...]:
-    """HOST:PORT of each part of a comma-separated list; an empty one is torchrun's default, localhost:29400.
+    """Return HOST:PORT of each part of a comma-separated list; an empty list is torchrun's default, localhost:29400.
 
     Raises:
-        UsageError: a part is not HOST:PORT, or is another machine to each node.
+        UsageError: a part is not HOST:PORT, or means another machine on each node.
     """
     parts = [part for part in text.split(",") if part.strip()] or [""]
     try:
@@ -58,7 +58,7 @@ def parse_endpoints(text: str, option_name: str) -> tuple[str, ...]:
 
 
 def split_endpoint(text: str) -> Address:
-    """(host, port) of `HOST`, `HOST:PORT` or `[V6]:PORT`.
+    """Return (host, port) of `HOST`, `HOST:PORT` or `[V6]:PORT`.
 
     Raises:
         ValueError: the port is no number.
@@ -71,15 +71,15 @@ def split_endpoint(text: str) -> Address:
 
 
 def address_towards(endpoints: Sequence[Address], warn: Callable[[str], None]) -> str:
-    """The local IP address from which the machines of some endpoints are reached. Blocks for LOOK_UP_SECONDS for each
-    of them where no name server answers.
+    """Return the local IP address from which this machine reaches the endpoints. Blocks for LOOK_UP_SECONDS for each of
+    them if no name server answers.
 
-    The route to another machine counts first, for this machine's own name may lead to any interface of it. One that
-    leads to the loopback interface, as Debian's 127.0.1.1 does, is meant for others too: where no name says more, it is
-    the address of the default route, or 127.0.0.1 where there is none.
+    The route to another machine counts first, since this machine's own name may lead to any of its interfaces. An own
+    name that leads to the loopback interface, as Debian's 127.0.1.1, is meant for other machines too. If no name tells
+    more, the result is the address of the default route, or 127.0.0.1 without one.
 
     Args:
-        warn: told of each name that leads nowhere.
+        warn: called for each name that leads nowhere.
     """
     of_routes: list[str] = []
     of_own_names: list[str] = []
@@ -111,11 +111,11 @@ def address_towards(endpoints: Sequence[Address], warn: Callable[[str], None]) -
 
 
 def own_address(host: str) -> str | None:
-    """The address of this machine that a name or an address of it leads to; None where that is a loopback one, as
-    Debian's 127.0.1.1 is, but meant for others. Blocks as `look_up`.
+    """Return the address of this machine to which `host` leads; None if that is a loopback address, as Debian's
+    127.0.1.1, though the name is meant for other machines. Blocks as `look_up`.
 
     Raises:
-        ValueError: it leads to none of this machine's.
+        ValueError: `host` leads to no address of this machine.
     """
     try:
         own = [ip for ip in look_up(host) if _is_own(ip)]
@@ -128,26 +128,26 @@ def own_address(host: str) -> str | None:
 
 
 def _is_for_this_machine(host: str) -> bool:
-    """Whether it is a loopback address that was asked for."""
+    """Return whether `host` means the loopback interface on purpose."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def source_address(ip: str, port: int) -> str:
-    """The local address of the route to an address. Sends nothing. Raises OSError where there is none."""
+    """Return the local address of the route to an address. Sends nothing. Raises: OSError if there is no route."""
     with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as asker:
         asker.connect((ip, port))
         return str(asker.getsockname()[0])
 
 
 def own_and_others(host: str) -> tuple[list[str], list[str]]:
-    """The addresses of this machine that a name or an address leads to, and then those that are another machine's; none
-    where none is this machine's. Blocks as `look_up`.
+    """Return the addresses of this machine to which `host` leads, and those of other machines; the latter are empty if
+    the former are. Blocks as `look_up`.
 
-    A name may lead to addresses of this machine that nothing can be bound to (link-local ones, without their
-    interface; those of IPv6 where it is turned off): one is another machine's by the kind of addresses that are own."""
+    No socket can be bound to some addresses of this machine: link-local ones without their interface, and IPv6 ones if
+    IPv6 is off. So an address counts as another machine's only if an own address has the same IP version."""
     try:
         found = look_up(host)
-    except (OSError, ValueError):  # ValueError: of a name that is none
+    except (OSError, ValueError):  # ValueError: `host` is no name
         return [], []
     own = [ip for ip in found if _is_own(ip)]
     kinds = {ipaddress.ip_address(ip).version for ip in own}
@@ -158,21 +158,22 @@ def own_and_others(host: str) -> tuple[list[str], list[str]]:
 
 
 class OwnEndpoints:
-    """Which endpoints are on this machine. A name may be found later than this process starts, and may move.
+    """The endpoints that are on this machine. A name may become known after this process started, and may move.
 
     Args:
-        is_host: whether the first one is, where that is known.
+        is_host: whether the first endpoint is on this machine; None if unknown.
     """
 
     def __init__(self, hosts: Sequence[str], is_host: bool | None, clock: Callable[[], float]) -> None:
         self._hosts, self._is_host, self._clock = hosts, is_host, clock
         self._found: dict[int, tuple[float, bool]] = {}
-        """by number, with when its name was looked up"""
+        """by number of the endpoint: (time of the look-up, result)"""
         self.sharing: dict[int, str] = {}
-        """by number: the other machines that its name leads to, where it leads to this one as well"""
+        """by number: the other machines to which the name leads, if it leads to this machine as well"""
 
     def has(self, number: int) -> bool:
-        """Blocks as `look_up`. The first one only where it is no other machine's: each of them would begin a job."""
+        """Return whether an endpoint is on this machine. The first one must not be on another machine as well: each of
+        them would begin a job. Blocks as `look_up`."""
         if number == 0 and self._is_host is not None:
             return self._is_host
         looked_at, found = self._found.get(number, (-math.inf, False))
@@ -185,8 +186,8 @@ class OwnEndpoints:
 
 
 def _is_own(ip: str) -> bool:
-    """Whether a socket can be bound to an address. Beside keepalived any address can (net.ipv4.ip_nonlocal_bind): then,
-    whether an interface has it."""
+    """Return whether a socket can be bound to an address. With net.ipv4.ip_nonlocal_bind, as keepalived sets it, any
+    address can be bound: then return whether an interface has it."""
     if not _can_bind(ip):
         return False
     if not _can_bind(NOBODY_V6 if ":" in ip else NOBODY):
@@ -204,10 +205,10 @@ def _can_bind(ip: str) -> bool:
 
 
 def use_interface_of(address: str) -> None:
-    """Make gloo use the network interface that has this address, unless GLOO_SOCKET_IFNAME says otherwise. Of several
-    that it has gloo takes the first one, an IPv4 one where there is any.
+    """Make gloo use the network interface that has this address, unless GLOO_SOCKET_IFNAME is set. Of several addresses
+    of that interface gloo takes the first IPv4 one, or else the first.
 
-    gloo would take the address that the host name resolves to, often 127.0.1.1.
+    By default gloo takes the address to which the host name resolves, often 127.0.1.1.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -217,8 +218,8 @@ def use_interface_of(address: str) -> None:
 
 
 def interface_addresses() -> list[tuple[str, str]]:
-    """(name, IP address) of all that network interfaces of this machine have; none where this is not Linux. An IPv4
-    address may have a name of its own, `eth0:1`, by which gloo knows it too.
+    """Return (interface name, IP address) of all addresses of this machine; none if this is not Linux. An IPv4 address
+    may have a name of its own, such as `eth0:1`, by which gloo knows it too.
     """
     found = []
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

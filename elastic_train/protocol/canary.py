@@ -1,11 +1,11 @@
-"""A listener that is gone as soon as its process is killed.
+"""A listener that closes as soon as its process is killed.
 
-The kernel frees a killed process's memory before it closes the files that its threads share: some 70 ms later for one
-that has imported torch, more for one with a GPU. But each thread gives up its share of the files, and is gone, at once
-(`do_exit` in Linux's kernel/exit.c). So the canary is a thread with a table of descriptors of its own, in which there
-is nothing but a listener. It waits in `pause(2)` for ever, and never runs Python: Python's garbage collector would
-close descriptors of the process by their numbers in this thread's table. Nobody accepts what comes to the listener; the
-kernel does, and resets it when the listener is closed.
+The kernel frees the memory of a killed process before it closes the files that the threads share: some 70 ms later for
+a process that has imported torch, and more with a GPU. But each thread gives up its share of the files, and ends, at
+once (`do_exit` in Linux's kernel/exit.c). So the canary is a thread with its own descriptor table, which holds only a
+listener. It waits in `pause(2)` for ever, and never runs Python: Python's garbage collector would close descriptors of
+the process by their numbers in this thread's table. No thread accepts connections to the listener; the kernel does, and
+resets them when the listener is closed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import threading
 from contextlib import suppress
 
 BACKLOG = 4096
-"""connections that the kernel may keep, those included that their callers have closed; who comes later has none"""
+"""connections that the kernel may keep, including those that their callers have closed; later callers get none"""
 CLOSE_RANGE, UNSHARE, LAST = 436, 2, 2**32 - 1
 """number and flag of close_range(2), of Linux 5.9, and its largest descriptor"""
 
 
 class Canary:
-    """Of this process.
+    """The canary of this process.
 
     Args:
         host: the address to listen at; the port is free.
@@ -33,7 +33,7 @@ class Canary:
 
     def __init__(self, host: str) -> None:
         self.port: int | None = None
-        """None where the system allows no such thread"""
+        """port of the listener; None if the system allows no such thread"""
         self._thread: ctypes.c_ulong | None = None
         if sys.platform != "linux":
             return
@@ -46,7 +46,7 @@ class Canary:
                 self.port = int(listener.getsockname()[1])
 
     def close(self) -> None:
-        """As if the process had been killed. Blocks until the listener is closed."""
+        """Close the listener, as if the process had been killed. Blocks until it is closed."""
         thread, self._thread = self._thread, None
         if thread is not None:
             libc = ctypes.CDLL(None)
@@ -55,18 +55,18 @@ class Canary:
 
 
 def _start(fd: int) -> ctypes.c_ulong | None:
-    """Have a thread hold a copy of `fd` and nothing else; the caller is to close its own. None where it cannot be."""
+    """Start a thread that holds only a copy of `fd`; the caller closes its own. None if that is impossible."""
     found: list[ctypes.c_ulong] = []
 
     def run() -> None:
         libc = ctypes.CDLL(None)
         libc.syscall.argtypes = [ctypes.c_long, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint]
-        # With this flag the thread has a table of its own from here on.
+        # With this flag the thread has its own table from here on.
         if libc.syscall(CLOSE_RANGE, fd + 1, LAST, UNSHARE) != 0:
             return
-        if fd > 0:  # 0 where this process's standard input was closed
+        if fd > 0:  # 0 if this process's standard input was closed
             libc.syscall(CLOSE_RANGE, 0, fd - 1, 0)
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # inherited: `pause` is to end by none
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # inherited: no signal may end `pause`
         thread = ctypes.c_ulong()
         if libc.pthread_create(ctypes.byref(thread), None, libc.pause, None) == 0:  # it shares this thread's table
             found.append(thread)

@@ -1,4 +1,4 @@
-"""What finds a job, and how many nodes a job has: what a worker needs of its launch to come in."""
+"""The finder of a job, and the size of a job: the parts of its launch that a worker needs to join."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from elastic_train.world import Address
 
 
 class Finder(Protocol):
-    """Finds the job, or the place where it begins; and keeps the signs by which others do."""
+    """Finds the job, or the place where it begins, and keeps the signs by which other workers find it."""
 
     def is_beginner(self) -> bool:
-        """Whether this process may begin a job, and no other one: it serves the first endpoint, or has said so first
-        where no job is known."""
+        """Return whether only this process may begin a job: it serves the first endpoint, or was the first to claim the
+        beginning while no job is known."""
 
     def addresses(self) -> Sequence[Address]:
-        """Stores of members of the job, or of the host of its beginning. May block for a short timeout.
+        """Return stores of members of the job, or of the host of its beginning. May block for a short timeout.
 
-        Raises: ElasticTrainError where it never will."""
+        Raises: ElasticTrainError if it can never find any."""
 
     def called_by(self) -> Sequence[Address]:
-        """Stores of members of a running job, by the sign that it has left with this process, as that is now; where
-        signs are elsewhere none."""
+        """Return the stores of members of a running job in the sign that the job has left with this process; none if
+        signs are kept elsewhere."""
         return ()
 
     def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
-        """Make it known where members of the job are; with `if_missing` only where nothing is known of it."""
+        """Write the sign that names members of the job; with `if_missing` only if there is no sign."""
 
     def other_jobs(self) -> Sequence[Address]:
-        """Stores of members of another job of this run id, whose sign stood in the place of this process's since the
+        """Return the stores of another job of this run id, if its sign stood in place of this process's sign since the
         last call. On any thread."""
 
     def keep(self, *, has_world: bool) -> None:
-        """Serve what this machine should serve and nobody does. On the watcher's thread."""
+        """Serve the endpoints of this machine that no other process serves. On the watcher thread."""
 
     def describe(self) -> str:
-        """Where a newcomer looks, for a person."""
+        """Return the places where a newcomer looks, for messages."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a job."""
+    """The size of a job, and the times in which its first world forms."""
 
     min_nodes: int
     max_nodes: int
     last_call: float
     """seconds that the first world waits for more nodes when there are enough"""
     join_timeout: float = math.inf
-    """seconds within which there have to be enough nodes for it"""
+    """seconds within which enough nodes must come for the first world"""
     fixed: int | None = None
-    """workers of a world that nobody joins, and that begins with one of each rank"""
+    """workers of a world that no newcomer joins, and that begins with one of each rank; None if workers may join"""
     silence: float = math.inf
-    """seconds without a word after which a job that this worker knows of may be taken for gone"""
+    """seconds of silence after which a job that this worker knows of counts as gone"""

@@ -1,4 +1,4 @@
-"""The store that each worker serves, at which process groups meet."""
+"""The store that each worker serves, over which process groups form."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from elastic_train.system import close_in_forked_children
 from elastic_train.world import World
 
 START_TIMEOUT = timedelta(seconds=60)
-"""in which it answers for the first time; torch then also looks up this host's name, which can take seconds"""
+"""time for its first answer; torch then also looks up this host's name, which can take seconds"""
 ANSWER_TIMEOUT = timedelta(seconds=1)
-"""of the server's own store, until its user sets another one"""
+"""timeout of the server's own store, until its user sets another one"""
 
 
 class GroupStoreServer:
-    """A TCPStore that this process serves, on one address and a free port. It holds what this member announces to its
-    world, and process groups form there where this member is rank 0."""
+    """A TCPStore that this process serves, on one address and a free port. It holds this member's announcements to its
+    world. If this member is rank 0, the process group forms over this store."""
 
     def __init__(self, host: str) -> None:
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address: tuple[str, int] = (host, int(listener.getsockname()[1]))
-        # A forked DataLoader process would accept connections in the place of a dead parent, and keep those open on
-        # which others wait for its answers.
+        # A forked DataLoader process would accept connections in place of a dead parent, and would keep connections
+        # open on which other members wait for answers of the parent.
         close_in_forked_children(self.address[1], self)
         fd = listener.detach()
         self.store = TCPStore(
@@ -34,10 +34,10 @@ class GroupStoreServer:
         self.store.set_timeout(ANSWER_TIMEOUT)
 
     def group_store(self, world: World, timeout: timedelta) -> Store:
-        """The store of the world's rank 0, on a connection of its own, so that it can be broken off.
+        """Return the store of the world's rank 0, on a connection of its own, so that it can be broken off.
 
         Args:
-            timeout: of the connection, for hundreds may ask for one at once, and of each wait for a key.
+            timeout: of the connection, since hundreds may connect at once, and of each wait for a key.
 
         Raises:
             FormationFailed: rank 0 is dead.

@@ -1,4 +1,4 @@
-"""Where the workers of a world that a launcher has fixed find each other."""
+"""The finder of the workers of a world that a launcher has fixed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from elastic_train.world import Address
 
 
 class Launcher(Finder):
-    """For a world that a launcher has fixed: rank 0 says at MASTER_ADDR where its store is.
+    """The finder of a world that a launcher has fixed: rank 0 writes the address of its store at MASTER_ADDR.
 
     Args:
-        store: a client of the store there; None for a world of one.
-        start: tells the starts of one job apart, which a launcher may restart, or have beside each other.
+        store: a client of the store at MASTER_ADDR; None for a world of one.
+        start: id of this start of the job: a launcher may restart a job, or run several starts at once.
     """
 
     def __init__(self, store: Store | None, *, rank: int, start: str) -> None:
@@ -36,14 +36,14 @@ class Launcher(Finder):
         return () if text is None else [(str(host), int(port)) for host, port in json.loads(text)]
 
     def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
-        if self._store is not None and self._rank == 0 and not job_token:  # once: nobody joins later
+        if self._store is not None and self._rank == 0 and not job_token:  # once: no worker joins later
             self._store.put(self._key, json.dumps(list(addresses)))
 
     def other_jobs(self) -> Sequence[Address]:
         return ()
 
     def keep(self, *, has_world: bool) -> None:
-        """Nobody joins."""
+        """Do nothing: no worker joins."""
 
     def describe(self) -> str:
         return "MASTER_ADDR"

@@ -1,10 +1,10 @@
 """Pings between members over TCP, by one thread that never blocks on a peer.
 
-Each member listens, and keeps one connection to every member that it watches (neighbours.py). A ping names its sender,
-the sender's world (`epoch`) and status; it is answered `A` by a member of the same world, and `N` by any other process.
-A killed process is noticed at once: the kernel closes its end, and a new connection is refused, or another uid answers.
-Its canary (canary.py) is gone before all else: a connection there is never used, and says so by its end. A frozen
-process, or a cut cable, is only silent.
+Each member listens, and keeps one connection to every member that it watches (neighbours.py). A ping carries its
+sender's uid, world (`epoch`) and status. A member of the same world answers `A`, any other process `N`. The death of a
+process is noticed at once: the kernel closes its end, and a new connection is refused, or another uid answers. Its
+canary (canary.py) is gone first: the connection to it carries no data, and its end shows the death. A frozen process,
+or a cut cable, is only silent.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from elastic_train.system import call_in_children, through_suspends
 from elastic_train.world import Address
 
 CONNECT_SECONDS = 1.0
-"""after which an attempt to connect is begun anew, and a connection given up whose other kernel acknowledges nothing:
-the kernel's own pauses grow"""
+"""time after which an attempt to connect is begun anew (the kernel's own pauses grow), and after which a connection is
+given up if the other kernel acknowledges nothing"""
 QUICK_ATTEMPTS = 2
 
 
 @dataclass
 class _Connection:
-    """One that this member makes."""
+    """A connection that this member makes."""
 
     address: Address
     socket: socket.socket | None = None
     is_open: bool = False
     probed_at: float = 0.0
-    """when it was begun, on the clock that counts suspends"""
+    """time when it was begun, on the clock that goes on during suspends"""
 
 
 @dataclass(kw_only=True)
 class _Canary(_Connection):
-    """A connection to that of a watched member."""
+    """A connection to the canary of a watched member."""
 
     was_open: bool = False
-    """whether it was accepted once: then it is a proof when it is refused"""
+    """whether it was accepted once: then a refusal proves the death"""
 
 
 @dataclass(kw_only=True)
@@ -65,7 +65,7 @@ class _Peer(_Connection):
     is_proven: bool = False
     """whether the member has answered on this connection"""
     attempts_left: int = 0
-    """to connect before the next ping is due, once a connection on which it had answered was closed"""
+    """attempts to connect before the next ping is due, after a connection with answers was closed"""
     began_at: float = 0.0
     received: bytes = b""
     unsent: bytes = b""
@@ -73,7 +73,7 @@ class _Peer(_Connection):
 
 
 class Calls:
-    """The connections that this member makes, to those that it watches and to their canaries; for one thread.
+    """The connections that this member makes, to the members that it watches and to their canaries; for one thread.
 
     Args:
         interval: seconds between two pings.
@@ -84,7 +84,7 @@ class Calls:
         self.peers: dict[str, _Peer] = {}
 
     def follow(self) -> None:
-        """Keep connections to those alone that are watched by now."""
+        """Keep only the connections to members that are still watched, and add new ones."""
         wanted = self._hearing.take_wanted()
         if wanted is None:
             return
@@ -95,12 +95,12 @@ class Calls:
                 self.peers[uid] = _Peer(address, uid=uid, heard=heard)
 
     def ping(self, now: float) -> None:
-        """All, or connect to them."""
+        """Ping all peers; connect to those without a connection."""
         for peer in self.peers.values():
             self._ping(peer, now)
 
     def sockets(self) -> list[socket.socket]:
-        """Those that are open, or being connected."""
+        """Return the sockets that are open or being connected."""
         peers = list(self.peers.values())
         connections = [*peers, *(peer.canary for peer in peers if peer.canary)]
         return [connection.socket for connection in connections if connection.socket]
@@ -125,11 +125,11 @@ class Calls:
             peer.heard.refuse(peer.probed_at)
 
     def _begin(self, connection: _Connection, serve: Callable[[], bool], user_timeout: float = 0.0) -> int:
-        """The error with which it has failed already; 0 where its end is to be seen.
+        """Begin to connect. Return the error if that has failed already; 0 if it is under way.
 
         Args:
-            serve: called whenever there is something to do for it; whether it has told what may matter at once.
-            user_timeout: seconds without an acknowledgement after which the kernel gives it up; 0: its own choice.
+            serve: called when the socket is ready; returns whether an event may matter at once.
+            user_timeout: seconds without an acknowledgement after which the kernel gives up; 0 for the kernel's choice.
         """
         connection.probed_at, connection.is_open = through_suspends(), False
         family = socket.AF_INET6 if ":" in connection.address[0] else socket.AF_INET
@@ -166,9 +166,9 @@ class Calls:
             self._reconnect(peer)
 
     def _reconnect(self, peer: _Peer) -> None:
-        """Its end is closed: whether it is dead shows at once, or when its kernel, which closes the newest files first,
-        has come to the listener and resets what that has accepted meanwhile. What goes on accepting and never answers
-        may be a stranger, and is tried again with the next ping."""
+        """Connect again: the peer's end is closed. If the peer is dead, that fails at once, or when the kernel, which
+        closes the newest files first, closes the listener and resets what it has accepted meanwhile. A process that
+        accepts and never answers may be a stranger: it is tried again with the next ping."""
         self._disconnect(peer)
         if peer.is_proven:
             peer.attempts_left = QUICK_ATTEMPTS
@@ -177,7 +177,7 @@ class Calls:
             self._connect(peer)
 
     def _serve_peer(self, peer: _Peer) -> bool:
-        """Whether something was heard that may matter at once."""
+        """Handle a ready socket. Return whether an answer may matter at once."""
         if peer.socket is None:
             return False
         if not peer.is_open:
@@ -227,20 +227,20 @@ class Calls:
     # --- to their canaries --------------------------------------------------------------------------------------------
 
     def _connect_canary(self, peer: _Peer, canary: _Canary) -> bool:
-        """Whether that was refused at once, where it is a proof."""
+        """Connect to the canary. Return whether that was refused at once and proves the death."""
         return self._judge_canary(peer, canary, self._begin(canary, partial(self._serve_canary, peer, canary)))
 
     def _judge_canary(self, peer: _Peer, canary: _Canary, code: int) -> bool:
-        """What became of an attempt to connect; whether it matters."""
+        """Handle the outcome of an attempt to connect. Return whether it proves the death."""
         if code != errno.ECONNREFUSED or not canary.was_open:
             return False
         peer.heard.refuse(canary.probed_at)
-        self._disconnect(peer)  # the rest of the process dies: what it still says is old, and its listener may accept
+        self._disconnect(peer)  # the process is dying: what it still sends is old, and its listener may still accept
         peer.began_at = time.monotonic()
         return True
 
     def _serve_canary(self, peer: _Peer, canary: _Canary) -> bool:
-        """Whether it is known now that the member is dead."""
+        """Handle a ready socket of a canary. Return whether the member is proven dead now."""
         if canary.socket is None:
             return False
         if not canary.is_open:
@@ -251,30 +251,30 @@ class Calls:
                     canary.socket, selectors.EVENT_READ, partial(self._serve_canary, peer, canary)
                 )
                 return False
-            self._disconnect(canary)  # it was refused, or something else has its port by now
+            self._disconnect(canary)  # refused, or another process has the port by now
             return self._judge_canary(peer, canary, code)
         try:
             if canary.socket.recv(1):
-                return False  # nobody writes there
+                return False  # a canary never writes
         except BlockingIOError:
             return False
         except ConnectionError:
-            pass  # as its end
+            pass  # the same as a closed end
         self._disconnect(canary)
         return self._connect_canary(peer, canary)
 
 
 class Links:
-    """The pings of one member. `turn` is for one thread; `watch`, `tell` and what is read may be of another.
+    """The pings of one member. `turn` is for one thread; `watch`, `announce` and all reads may be on another.
 
     Args:
         host: the address to listen at; the port is free.
         uid: of this process.
         interval: seconds between two pings.
-        peer_timeout: seconds after which a silent member is taken for dead. Who has called and is silent for twice as
-            long, and for 20 pings, is hung up on: where a machine loses power, its end of the connection closes never.
-        warn: told once where this process has no descriptor left for a connection, or cannot read what a member says.
-        can_read: as `Hearing`'s.
+        peer_timeout: seconds after which a silent member counts as dead. The connection of a caller that is silent for
+            twice as long, and for 20 pings, is closed: a machine that loses power never closes its end.
+        warn: called once if no descriptor is left for a connection, and once for each host whose status is unreadable.
+        can_read: as in `Hearing`.
     """
 
     def __init__(
@@ -308,29 +308,29 @@ class Links:
     def watch(
         self, members: Iterable[tuple[str, Address]], epoch: str, answered: Collection[str] | None = None
     ) -> None:
-        """Whom to ping from now on, and as a member of which world.
+        """Ping these members from now on, as a member of the world `epoch`.
 
         Args:
-            answered: uids of its members: they alone are answered `A`. Those watched by default.
+            answered: uids of the world's members: only these get the answer `A`. By default the watched members.
         """
         self._hearing.watch(members, epoch, answered)
         self._is_ping_due = True
         self.wake()
 
     def announce(self, status: str, *, at_once: bool = False) -> None:
-        """What pings and answers say of this member from now on; `at_once`: in a ping that is sent now. A change of its
-        head ends the `turn` of those who hear it."""
+        """Send `status` with pings and answers from now on; with `at_once` ping now. A change of its head ends the
+        `turn` of each receiver."""
         self._hearing.status = status
         if at_once:
             self._is_ping_due = True
             self.wake()
 
     def heard(self, uid: str) -> Heard | None:
-        """What is known of a member that is watched."""
+        """Return the signs of life of a watched member; None if it is not watched."""
         return self._hearing.watched.get(uid)
 
     def answered(self) -> dict[str, float]:
-        """Seconds since this member last answered a ping of each uid."""
+        """Return the seconds since this member last answered a ping of each uid."""
         now = time.monotonic()
         return {uid: now - at for uid, at in list(self._hearing.answered.items())}
 
@@ -342,8 +342,7 @@ class Links:
     # --- for its own thread -------------------------------------------------------------------------------------------
 
     def turn(self, seconds: float) -> bool:
-        """Send what is due, and take what comes, for at most so long; returns as soon as anything was heard that may
-        matter: whether there was."""
+        """Send due pings and receive for at most `seconds`. Return early, with True, once an answer may matter."""
         self._excuse_suspension()
         now = time.monotonic()
         self._calls.follow()
@@ -359,7 +358,7 @@ class Links:
         return matters
 
     def _excuse_suspension(self) -> None:
-        """Nobody was silent while this process was suspended, or starved."""
+        """Count no silence while this process was suspended or starved."""
         if self._awake.look() > 0:
             now = time.monotonic()
             self._hearing.excuse_silence(now, now - self._interval)
@@ -374,7 +373,7 @@ class Links:
         with self._wake_lock:
             os.close(self._wake_read)
             os.close(self._wake_write)
-            self._wake_write = -1  # its number may be given to a file, and a last word still be told
+            self._wake_write = -1  # a late `wake` must not write into a file that gets this number
         self._callers.listener.close()
 
     def _close_in_child(self) -> None:

@@ -1,4 +1,4 @@
-"""What a name leads to, with a deadline: getaddrinfo(3) has none, and a name server may never answer."""
+"""The look-up of a host name with a deadline: getaddrinfo(3) has none, and a name server may never answer."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from concurrent.futures import Future
 from elastic_train.system import answer_of
 
 LOOK_UP_SECONDS = 2.0
-"""that a name server may take"""
+"""time that a name server may take"""
 
 _lookups: dict[str, Future[list[str]]] = {}
-"""names that are being looked up: each keeps a thread, and a name server may never answer"""
+"""names that are being looked up; each keeps a thread, for ever if the name server never answers"""
 _lookups_lock = threading.Lock()
 
 
 def look_up(host: str) -> list[str]:
-    """The IP addresses that a name leads to now. Blocks for LOOK_UP_SECONDS at most.
+    """Return the IP addresses of a name. Blocks for LOOK_UP_SECONDS at most.
 
     Raises:
-        OSError: it leads to none, or no name server answers. ValueError: it is no name.
+        OSError: the name has no address, or no name server answers. ValueError: it is no name.
     """
     with contextlib.suppress(socket.gaierror):
         return _addresses(host, socket.AI_NUMERICHOST)
@@ -31,7 +31,7 @@ def look_up(host: str) -> list[str]:
             return _addresses(host)
         finally:
             with _lookups_lock:
-                del _lookups[host]  # before it is told: who hears of it and looks again asks anew
+                del _lookups[host]  # before the result is set: a caller that gets it and looks again asks anew
 
     with _lookups_lock:
         found = _lookups.get(host)

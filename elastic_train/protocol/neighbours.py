@@ -1,8 +1,8 @@
-"""A member's neighbours: whom it pings (Topology), what it hears of them (Hearing), and who calls it (Callers).
+"""The neighbours of a member: whom it pings (Topology), what they answer (Hearing), and who calls it (Callers).
 
-The lines: `P uid epoch seq status`, `A uid epoch seq status`, `N uid`; a status has no line break. `C` asks for the
-port of the canary, and `C uid port` says it. Where a status's first word, its **head**, changes, who hears it acts at
-once.
+The lines are `P uid epoch seq status` (a ping), `A uid epoch seq status` and `N uid` (its answers); a status has no
+line break. `C` asks for the port of the canary, and `C uid port` answers it. When the first word of a status, its
+**head**, changes, the receiver acts at once.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Topology:
-    """Who pings whom: everybody in a small world, a fixed number of others in a large one. Pure arithmetic.
+    """The choice of neighbours: all members in a small world, a fixed number in a large one. Pure arithmetic.
 
     A large world is a circulant graph (Boesch and Wang, "Reliable circulant networks with minimum transmission delay",
-    1985): members stand in a ring, and each pings those at some fixed distances, both ways. So what a member costs does
-    not grow with the world; what one of them finds out reaches all others within `hops`.
+    1985): members stand in a ring, and each pings the members at some fixed distances, both ways. So the cost of a
+    member does not grow with the world, and news of one member reaches all others within `hops`.
     """
 
     dense: int = 9
-    """up to so many workers each pings every other"""
+    """most members of a world in which each pings every other"""
     degree: int = 8
-    """of a worker in a larger world; even"""
+    """workers that a worker of a larger world pings; even"""
     spare_degree: int = 4
     """workers that a spare of a larger world pings; they ping it too"""
 
@@ -45,11 +45,11 @@ class Topology:
         return num_members <= self.dense
 
     def neighbours(self, nodes: Sequence[Hashable], num_workers: int, rank: int) -> tuple[int, ...]:
-        """The ranks that `rank` pings. Whom a member pings, that one pings back.
+        """Return the ranks that `rank` pings. Neighbours are mutual: each pings the other.
 
         Args:
-            nodes: of every member, by rank: neighbours in the ring are of other nodes, for a node may die as a whole.
-            num_workers: those of the lowest ranks, who train; the others are spares.
+            nodes: node of every member, by rank. Neighbours in the ring are of other nodes: a node may die as a whole.
+            num_workers: number of the lowest ranks, which train; the other ranks are spares.
         """
         num_members = len(nodes)
         if self.is_dense(num_members):
@@ -68,7 +68,7 @@ class Topology:
         return tuple(sorted(found))
 
     def distances(self, num_workers: int) -> tuple[int, ...]:
-        """In the ring of more than `degree` + 1: powers of one base, so that a few steps of each lead anywhere."""
+        """Return the distances in a ring of more than `degree` + 1: powers of one base; a few of each lead anywhere."""
         number, longest = self.degree // 2, (num_workers - 1) // 2
         found = [0]
         for index in range(number):
@@ -77,7 +77,7 @@ class Topology:
         return tuple(found[1:])
 
     def hops(self, num_workers: int) -> int:
-        """At most so many from any worker to any other, while all live."""
+        """Return the most hops from any worker to any other, while all live."""
         if self.is_dense(num_workers) or num_workers <= self.degree + 1:
             return 1
         distances = (*self.distances(num_workers), num_workers)
@@ -92,7 +92,7 @@ STANDARD = Topology()
 
 
 def by_turns(nodes: Sequence[Hashable]) -> list[int]:
-    """Ranks in an order in which one node's do not follow each other: the first of each node, then the second, ..."""
+    """Return the ranks in an order that separates those of one node: the first of each node, then the second, ..."""
     counts: dict[Hashable, int] = {}
     turns = []
     for rank, node in enumerate(nodes):
@@ -103,41 +103,41 @@ def by_turns(nodes: Sequence[Hashable]) -> list[int]:
 
 @dataclass
 class Heard:
-    """What is known of a watched member. Times are of this process's clock; the two that prove a death are of one that
-    goes on while the machine is suspended."""
+    """The signs of life of a watched member. Times are of this process's clock; the two that prove a death, `pinged_at`
+    and `refused_at`, are of a clock that goes on while the machine is suspended."""
 
     heard_at: float
-    """when it last gave any sign of life; at first, since when it is watched"""
+    """time of its last sign of life; at first, of the start of watching it"""
     status: str = ""
-    """what it last said of itself"""
+    """its last status"""
     epoch: str = ""
-    """the world that it said that of"""
+    """the world of its last status"""
     elsewhere_since: float | None = None
-    """since when it has answered as one that is not in the present epoch's world"""
+    """time since when it has answered that it is not in the world of the present epoch"""
     pinged_at: float | None = None
-    """when the last ping that it answered in the present epoch was sent"""
+    """sending time of the last ping that it answered in the present epoch"""
     refused_at: float | None = None
-    """when the connection was begun that was refused, or that another uid answered: it is dead"""
+    """begin of the connection that was refused, or that another uid answered: the member is dead"""
     has_answered: bool = False
     """whether it has ever answered from this address"""
     pings: dict[int, float] = field(default_factory=dict)
-    """when each was sent that it has not answered in the present epoch, by number"""
+    """sending times of the pings that it has not answered in the present epoch, by number"""
 
     def refuse(self, at: float) -> None:
-        """The connection that was begun then proves its death; of several the first counts."""
+        """Note that the connection begun at `at` proves its death; of several the first counts."""
         if self.refused_at is None:
             self.refused_at = at
 
 
 class Hearing:
-    """What this member hears of the members that it watches; the world that it is in; its own status.
+    """The answers of watched members, this member's world and its own status; without sockets.
 
-    It has no sockets. `watch`, `status` and what is read: for every thread; the rest: for that of `Links.turn`.
+    `watch`, `status` and all reads are for every thread; the rest is for the thread of `Links.turn`.
 
     Args:
         uid: of this process.
-        can_read: whether the status of another member is of a form that this one knows.
-        clock, outer: of this process; the second one goes on while the machine is suspended.
+        can_read: returns whether this build knows the form of another member's status.
+        clock, outer: clocks of this process; `outer` goes on while the machine is suspended.
     """
 
     def __init__(
@@ -146,13 +146,13 @@ class Hearing:
         self._uid, self._seq, self._can_read = uid, 0, can_read
         self._clock, self._outer_clock = clock, outer
         self.canary_port: int | None = None
-        """of this process's canary, where it has one"""
+        """port of this process's canary; None without one"""
         self.status = ""
-        """what pings and answers say of this member"""
+        """status of this member, sent with pings and answers"""
         self.watched: dict[str, Heard] = {}
         self.answered: dict[str, float] = {}
-        """when this member last answered a ping of each uid"""
-        self._lock, self._epoch = threading.Lock(), ""  # it holds together what belongs to one epoch
+        """time of this member's last answer to a ping of each uid"""
+        self._lock, self._epoch = threading.Lock(), ""  # the lock keeps the values of one epoch together
         self._wanted: dict[str, tuple[Address, Heard]] | None = None
         self._answers: frozenset[str] = frozenset()
 
@@ -163,8 +163,8 @@ class Hearing:
         with self._lock:
             is_new = epoch != self._epoch
             if is_new:
-                # Joining or accepting a list starts no age. One that began in the world before goes on: a member that
-                # goes on without this member there has first not answered it for a whole timeout (law 2).
+                # Joining or accepting a list starts no age, but an age from the world before goes on: before a member
+                # goes on there without this one, it has not answered this one for a whole timeout (barriers.py).
                 for uid, heard in self.watched.items():
                     heard.pinged_at = heard.pinged_at if uid in self._answers else None
                     heard.elsewhere_since = None
@@ -179,7 +179,7 @@ class Hearing:
             self._wanted = {uid: (address, self.watched[uid]) for uid, address in wanted.items()}
 
     def take_wanted(self) -> dict[str, tuple[Address, Heard]] | None:
-        """Whom to ping from now on, by uid, where `watch` has said so since the last call; others are forgotten."""
+        """Return the members to ping from now on, by uid, and forget all others; None if there was no new `watch`."""
         with self._lock:
             wanted, self._wanted = self._wanted, None
             if wanted is not None:
@@ -187,7 +187,7 @@ class Hearing:
         return wanted
 
     def excuse_silence(self, now: float, heard_at: float) -> None:
-        """Nobody was silent while this process was suspended, or starved: all were heard of at `heard_at`."""
+        """Count all members as heard at `heard_at`: this process was suspended or starved, so no silence counts."""
         with self._lock:
             for heard in self.watched.values():
                 heard.heard_at = max(heard.heard_at, heard_at)
@@ -195,7 +195,7 @@ class Hearing:
                     heard.elsewhere_since = now
 
     def ping(self, heard: Heard) -> str:
-        """The line of the next ping, to the member that `heard` is of."""
+        """Return the line of the next ping to the member of `heard`."""
         self._seq += 1
         with self._lock:  # `watch` may begin another epoch
             heard.pings[self._seq] = self._outer_clock()
@@ -204,8 +204,8 @@ class Hearing:
         return f"P {self._uid} {self._epoch or '-'} {self._seq} {self.status}\n"
 
     def note(self, heard: Heard, kind: str, rest: Sequence[str]) -> bool:
-        """Take what the member that `heard` is of has answered: `A`, `N` or `C`, and the words after its uid. False
-        where that cannot be read, and counts as nothing."""
+        """Note an answer of the member of `heard`: `A`, `N` or `C`, and the words after its uid. Return False, and note
+        nothing, if it cannot be read."""
         if kind == "A" and not (len(rest) == 3 and rest[1].isdecimal() and self._can_read(rest[2])):
             return False
         heard.heard_at, heard.has_answered, heard.refused_at = self._clock(), True, None
@@ -221,7 +221,7 @@ class Hearing:
         return True
 
     def answer(self, line: str) -> tuple[str, bool]:
-        """The answer to a line of another process, and whether that has said what matters at once."""
+        """Return the answer to a line of another process, and whether that line matters at once."""
         kind, *rest = line.split(" ", 4)
         if kind == "C" and self.canary_port is not None:
             return f"C {self._uid} {self.canary_port}\n", False
@@ -242,23 +242,23 @@ class Hearing:
 
 
 class Sockets:
-    """One member's selector, and what is sent by its connections. For the thread that selects.
+    """One member's selector and its sends. For the thread that selects.
 
-    A socket is registered with a function to call when it is ready, which gives whether that matters at once.
+    A socket is registered with a function to call when it is ready, which returns whether an event matters at once.
 
     Args:
-        warn: told once where this process has no descriptor left for a connection.
+        warn: called once if this process has no descriptor left for a connection.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self.selector = selectors.DefaultSelector()
         self.num_messages = self.num_bytes = 0
-        """that were sent, pings and answers"""
+        """pings and answers that were sent"""
         self._warn, self._has_warned = warn, set[str]()
 
     def send(self, connection: socket.socket, unsent: bytes, line: str) -> bytes:
-        """Send what is left of an earlier line, or else this one; what is left then. Who does not read loses lines,
-        never a part of one. Raises: OSError."""
+        """Send the rest of an earlier line or else this line, and return what is left. A receiver that does not read
+        loses whole lines, never a part of one. Raises: OSError."""
         self.num_messages += 1
         self.num_bytes += len(line)
         data = unsent or line.encode()
@@ -273,7 +273,7 @@ class Sockets:
         connection.close()
 
     def warn_of(self, error: OSError) -> None:
-        """That no connection can be opened; once."""
+        """Warn once that no connection can be opened."""
         self._warn_once(
             f"no connection to another member can be opened ({error.strerror}): it is tried with each ping; where "
             "files are too many, raise `ulimit -n`",
@@ -281,7 +281,7 @@ class Sockets:
         )
 
     def warn_of_unreadable(self, host: str) -> None:
-        """That what a member says cannot be read; once for each host."""
+        """Warn once for each host that the status of a member there cannot be read."""
         self._warn_once(
             f"what the member at {host} says of itself cannot be read here, and counts as silence: give all nodes the "
             "same build of elastic_train",
@@ -305,12 +305,12 @@ class _Caller:
 
 
 class Callers:
-    """The listener of this member, and those that have called there. For the thread that selects.
+    """The listener of this member, and the connections made to it. For the thread that selects.
 
     Args:
         host: the address to listen at; the port is free.
-        timeout: seconds after which a silent caller is hung up on.
-        hearing: gives the answers.
+        timeout: seconds after which the connection of a silent caller is closed.
+        hearing: returns the answers.
     """
 
     def __init__(self, host: str, timeout: float, hearing: Hearing, sockets: Sockets) -> None:
@@ -325,7 +325,7 @@ class Callers:
         self._is_accepting = True
 
     def look_after(self, now: float) -> None:
-        """Accept again after an error, and hang up on who is silent."""
+        """Accept again after an error, and close the connections of silent callers."""
         if not self._is_accepting:
             self._sockets.selector.register(self.listener, selectors.EVENT_READ, self._accept)
             self._is_accepting = True
@@ -342,7 +342,7 @@ class Callers:
         return [self.listener, *(caller.socket for caller in self.callers.values())]
 
     def hang_up(self) -> None:
-        """On all."""
+        """Close all connections."""
         for caller in list(self.callers.values()):
             self._hang_up(caller)
 
@@ -353,13 +353,13 @@ class Callers:
             except (BlockingIOError, ConnectionAbortedError):
                 return False
             except OSError as error:
-                # The caller that cannot be accepted keeps the listener readable: `turn` would not wait any more.
+                # A caller that cannot be accepted keeps the listener readable: `turn` would not wait any more.
                 self._sockets.selector.unregister(self.listener)
                 self._is_accepting = False
                 self._sockets.warn_of(error)
                 return False
             connection.setblocking(False)
-            with contextlib.suppress(OSError):  # it is gone already, which the first read finds out
+            with contextlib.suppress(OSError):  # the caller is gone already: the first read finds that out
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             caller = _Caller(connection, time.monotonic())
             self.callers[connection.fileno()] = caller
@@ -370,7 +370,7 @@ class Callers:
         self._sockets.close(caller.socket)
 
     def _serve(self, caller: _Caller) -> bool:
-        """Whether something was heard that may matter at once."""
+        """Answer the lines of a caller. Return whether one of them may matter at once."""
         matters = False
         try:
             data = caller.socket.recv(LONGEST_LINE)
@@ -394,5 +394,5 @@ class Callers:
 
 
 def head(status: str) -> str:
-    """What is passed on at once where it changes."""
+    """Return the head of a status: the receiver acts at once when it changes."""
     return status.partition(" ")[0]

@@ -1,17 +1,17 @@
-"""A join that is prepared while the others train: the next world's process group stands before anybody stops.
+"""A join that is prepared while the world trains: the next world's process group stands before any member stops.
 
-1. Rank 0 chooses newcomers and tells them. When they have answered, it votes SOON with its next step.
-2. The commit of that step tells every member. Each begins a `Preparation` on a thread of its own; rank 0 tells the
-   newcomers that it is time.
-3. All form the group of the planned world, and leave a mark beside rank 0.
-4. Rank 0 has seen all marks. It makes the plan the decision on what follows the world: the agreement of every other
-   change (agreement.py), only earlier.
-5. Each reads whether all see the place that may be an arbiter (arbiter.py): their marks say so.
-6. The newcomers find themselves admitted, make ready, and leave a second mark. Rank 0 votes NOW: the step that carries
-   this vote is the last of the old world.
+1. Rank 0 chooses newcomers and sends them the plan. When they have answered, it votes SOON with its next step.
+2. The commit of that step informs every member. Each begins a `Preparation` on a thread of its own; rank 0 tells the
+   newcomers to begin.
+3. All form the group of the planned world, and write a mark into rank 0's store.
+4. When rank 0 has read all marks, it makes the plan the decision on the successor of the world: the agreement of every
+   other change (agreement.py), only earlier.
+5. Each member reads whether all members see the place for claims (arbiter.py): the marks of step 3 report that.
+6. The newcomers find that they are admitted, make ready, and write a second mark. Rank 0 votes NOW: the step that
+   carries this vote is the last of the old world.
 
-A plan that fails before 4 leaves no trace. After 4 it is the decision, whatever happens: who dies meanwhile is found
-out in the world that follows, as in every world.
+A plan that fails before 4 leaves no trace. After 4 it is the decision, whatever happens: a death meanwhile is found out
+in the world that follows, as in every world.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from elastic_train.protocol.store import Answer, SharedStore
 from elastic_train.world import Member, Reach, World, to_json, value_of
 
 HERE_SECONDS = 2.0
-"""that rank 0 waits for an answer of the newcomers"""
+"""time that rank 0 waits for an answer of the newcomers"""
 MARKS_SECONDS = 10.0
-"""that rank 0 waits for a mark of all; training goes on meanwhile"""
+"""time that rank 0 waits for the marks of all; training goes on meanwhile"""
 POLL_SECONDS = 0.005
 GO_POLL_SECONDS = 0.02
-"""of a newcomer, which asks rank 0's store for as long as a step takes"""
+"""poll interval of a newcomer, which polls rank 0's store for as long as a step takes"""
 SEES, BLIND = "sees", "blind"
-"""with its mark each member tells whether it sees the arbiter's place"""
+"""the two marks, by whether the member sees the place for claims"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the next world shall be."""
+    """The plan of the next world."""
 
     parent: str
     """uid of the world that it follows"""
     old: tuple[Member, ...]
-    """its members"""
+    """the members of that world"""
     decision: Decision
 
     def to_json(self) -> str:
@@ -60,23 +60,23 @@ class Plan:
         return Plan(str(told["parent"]), old, Decision.from_fields(told["decision"]))
 
     def world_for(self, uid: str) -> World | None:
-        """The planned world, in which nobody is a spare, as the member `uid` sees it; None where it is not in it."""
+        """Return the planned world, without spares, as the member `uid` sees it; None if that member is not in it."""
         return self.decision.world_for(uid, World(0, self.decision.generation - 1, self.old))
 
 
 class _Missing(FormationFailed):
-    """Something was awaited in vain."""
+    """The marks of some ranks did not come."""
 
     ranks: Sequence[int]
-    """whose it was"""
+    """the ranks"""
 
 
 class Preparation:
-    """One member's part in one plan, for a thread of its own: one of the three methods that block, once.
+    """One member's part in one plan. A thread of its own calls one of `lead`, `follow` and `accept`, which block, once.
 
     Args:
-        form: makes the process group of a world. Blocks until all have; raises FormationFailed.
-        reach: told at `planned`, `formed` and `proposed`, for the faults of drills.
+        form: makes the process group of a world. Blocks until all members have; raises FormationFailed.
+        reach: called at `planned`, `formed` and `proposed`; drills inject faults there.
     """
 
     def __init__(
@@ -89,36 +89,36 @@ class Preparation:
     ) -> None:
         self._job, self._form, self._clock, self._sleep, self._reach = job, form, clock, sleep, reach
         self.world: World | None = None
-        """the planned one"""
+        """the planned world"""
         self.plan: Plan | None = None
         self.is_place_shared: bool | None = False
-        """whether all members of the planned world see the arbiter's place; None where this one does, and was not told
-        of the others"""
+        """whether all members of the planned world see the place for claims; None if this one does, and has not learned
+        about the others"""
         self.formed: Any = None
-        """its group, once it stands"""
+        """the group of the planned world, once it stands"""
         self.is_decided = self.is_ready = False
         """for rank 0: whether the plan is the decision; whether the old world may end"""
         self.absent: tuple[Member, ...] = ()
         """newcomers that did not answer"""
         self.is_due = False
-        """for rank 0: whether the newcomers have answered, so that SOON may be voted"""
+        """for rank 0: whether the newcomers have answered, so that rank 0 may vote SOON"""
         self.may_form = False
-        """for rank 0: set when SOON was voted"""
+        """for rank 0: set once it has voted SOON"""
         self.failure: str | None = None
         self.crash: Exception | None = None
         self.is_cancelled = False
 
     def cancel(self) -> None:
-        """The world has ended otherwise. From any thread."""
+        """Cancel the plan: the world has ended otherwise. From any thread."""
         self.is_cancelled, self.formed = True, None
 
     def run(self, part: Callable[[], None]) -> None:
-        """Run one of the methods below; what it raises is in `failure`, or in `crash` where it is a bug."""
+        """Run one of the methods below. Its error is kept in `failure`, or in `crash` if it is a bug."""
         try:
             part()
         except (StoreUnreachable, FormationFailed) as error:
             self.failure = str(error)
-        except Exception as error:  # the end of this thread; the training thread raises it
+        except Exception as error:  # this ends the thread; the training thread raises the error
             self.crash = error
         finally:
             self._job.stop_planning()
@@ -126,7 +126,7 @@ class Preparation:
                 self.formed = None
 
     def lead(self, world: World, plan: Plan, planned: World) -> None:
-        """As rank 0 of `world`."""
+        """Take part as rank 0 of `world`."""
         self.plan, self.world = plan, planned
         self._reach("planned", planned)
         self._job.place.show(planned.uid, is_decided=False)
@@ -146,14 +146,14 @@ class Preparation:
         self._note_place(planned, is_shared)
         self._reach("proposed", world)
         self.is_decided = self._decide(world, plan)
-        with suppress(FormationFailed, StoreUnreachable):  # it is the decision all the same
+        with suppress(FormationFailed, StoreUnreachable):  # the plan is the decision all the same
             self._wait_for("ready", planned, range(len(plan.old), planned.world_size))
         self.is_ready = True
 
     def _invite(self, plan: Plan, planned: World) -> None:
-        """Raises: FormationFailed where a newcomer does not answer."""
+        """Send the plan to the newcomers and wait for them. Raises: FormationFailed if one does not answer."""
         for member in plan.decision.new:
-            if self.is_cancelled:  # while a directory or a store took its time; it may follow a later plan by now
+            if self.is_cancelled:  # while a directory or a store was slow: the newcomer may follow a later plan by now
                 break
             self.absent = (member,)
             self._put(member, "plan", plan.to_json())
@@ -165,8 +165,8 @@ class Preparation:
             raise
 
     def _decide(self, world: World, plan: Plan) -> bool:
-        """Until it is said whether the plan is the decision: a call without an answer may have made it that. False
-        where this was cancelled."""
+        """Try until the plan is known to be the decision: a call without an answer may have decided it. Return False if
+        the plan was cancelled. Raises: FormationFailed if another world was decided."""
         while not self.is_cancelled:
             with suppress(StoreUnreachable):
                 if not self._job.decide_ahead(world, plan.decision):
@@ -176,7 +176,7 @@ class Preparation:
         return False
 
     def follow(self, world: World) -> None:
-        """As another member of `world`."""
+        """Take part as another member of `world`."""
         plan = self._plan_of(world)
         if plan is None:
             return
@@ -187,8 +187,8 @@ class Preparation:
         self._learn_of_place(planned)
 
     def _plan_of(self, world: World) -> Plan | None:
-        """What rank 0 plans to follow `world`; None where this was cancelled. A copy of its notes may lag behind the
-        vote. Raises: FormationFailed where there is no plan any more."""
+        """Return rank 0's plan for the successor of `world`; None if this was cancelled. Polls: the plan may appear in
+        rank 0's store after the vote. Raises: FormationFailed if there is no plan any more."""
         deadline = self._clock() + HERE_SECONDS
         while not self.is_cancelled:
             text = self._ask(world.members[0], lambda notes: notes.get("plan"), deadline)
@@ -201,7 +201,7 @@ class Preparation:
         return None
 
     def accept(self, plan: Plan, planned: World) -> None:
-        """As a newcomer. Blocks for as long as a step of the others takes besides."""
+        """Take part as a newcomer. Also blocks for the rest of a step of the members."""
         self._mark("here", planned, "here")
         self._wait_for("go", planned, None, math.inf, GO_POLL_SECONDS)
         if self.is_cancelled:
@@ -234,7 +234,7 @@ class Preparation:
         seconds: float = MARKS_SECONDS,
         poll_seconds: float = POLL_SECONDS,
     ) -> list[str]:
-        """What stands beside rank 0, for each of these ranks or for all together; [] where this was cancelled."""
+        """Wait for marks at rank 0, one of each of `ranks` or one of all (None); return them, or [] if cancelled."""
         key, rank_0 = f"{name}/{planned.key}", planned.members[0]
         keys = [key] if ranks is None else [f"{key}/{rank}" for rank in ranks]
         deadline = self._clock() + seconds
@@ -256,12 +256,12 @@ class Preparation:
         self._ask(member, lambda notes: notes.put(key, text), self._clock() + HERE_SECONDS)
 
     def _ask(self, member: Member, question: Callable[[SharedStore], Answer], deadline: float) -> Answer:
-        """As `insist`, until `deadline`, or until this is cancelled."""
+        """As `insist`, until `deadline` or until this is cancelled."""
         return insist(self._job, member, question, lambda: self.is_cancelled or self._clock() > deadline, self._sleep)
 
 
 def mark(job: PeerJob, name: str, planned: World, is_over: Callable[[], bool], sleep: Callable[[float], None]) -> None:
-    """Tell rank 0 how far this member is. Blocks and raises as `insist`."""
+    """Write a mark of this member into rank 0's store. Blocks and raises as `insist`."""
     key = f"{name}/{planned.key}/{planned.rank}"
     insist(job, planned.members[0], lambda notes: notes.put(key, name), is_over, sleep)
 
@@ -273,10 +273,10 @@ def insist(
     is_over: Callable[[], bool],
     sleep: Callable[[float], None],
 ) -> Answer:
-    """What comes of it beside `member`, again and again where there is no answer: who gave up for one lost message
-    would leave the others in a group that never stands. Blocks for a short timeout each time.
+    """Ask the store of `member`, again and again until it answers, and return the answer. A member that gave up after
+    one lost message would leave the others in a group that never stands. Each try blocks for a short timeout.
 
-    Raises: StoreUnreachable where `is_over` says so. What that raises.
+    Raises: StoreUnreachable once `is_over` returns True; any error of `is_over`.
     """
     while True:
         try:

@@ -1,7 +1,7 @@
-"""Hosts that die unannounced again and again: when one has died, and how long it waits in the join queue after that.
+"""The quarantine of hosts that die unannounced again and again: how long such a host waits in the join queue.
 
-What is known of deaths is in the run's incidents, which travel with its state: so whoever is rank 0 knows, after any
-death and any restart. Times are seconds of the run (`PhaseClock`); only after a restart does the wall clock count.
+Deaths are recorded in the run's incidents, which travel with its state: so any rank 0 knows them, after any death and
+any restart. Times are seconds of the run (`PhaseClock`); only after a restart does the wall clock count.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from elastic_train.world import Member, World
 
 MOST_DEATHS = 3
 WINDOW_SECONDS = 600.0
-"""within which so many deaths are too many; and of good conduct after a quarantine, by which all before is forgiven"""
+"""window in which MOST_DEATHS are too many; also the time without a death after a quarantine that clears the record"""
 SHORTEST_WAIT = 60.0
 LONGEST_WAIT = 1800.0
-"""seconds; each death without good conduct before it doubles the wait"""
+"""seconds; each further death before the record is cleared doubles the wait"""
 
 
 @dataclass(frozen=True)
 class Quarantine:
-    """Of one host."""
+    """The quarantine of one host."""
 
     deaths: int
-    """that have led to it"""
+    """number of deaths that have led to it"""
     seconds: float
-    """from the last of them on"""
+    """length, from the last of these deaths"""
     until: float
-    """in seconds of the run"""
+    """end, in seconds of the run"""
 
 
 def describe_deaths(number: object) -> str:
-    """Why a host is in quarantine."""
+    """Return the reason why a host is in quarantine, as text."""
     return f"it died unannounced {number} times, less than {WINDOW_SECONDS / 60:.0f} min apart"
 
 
 def quarantine_after(deaths: Iterable[float]) -> Quarantine | None:
-    """What the deaths of a host, at these seconds of the run, have led to; None where they are few or forgiven. It may
-    be over."""
+    """Return the quarantine after the deaths of a host, at these seconds of the run; None if they are few or cleared.
+    It may be over already."""
     recent: list[float] = []
     found: Quarantine | None = None
     for at in sorted(deaths):
@@ -56,8 +56,8 @@ def quarantine_after(deaths: Iterable[float]) -> Quarantine | None:
 
 
 def quarantines(incidents: Iterable[Mapping[str, Any]], now: float) -> dict[str, Quarantine]:
-    """Those that last at `now`, in seconds of the run, by host. None is longer from now on than as a whole, though a
-    run that goes on from an older snapshot has gone back in time."""
+    """Return the quarantines that last at `now`, in seconds of the run, by host. None lasts longer from now on than its
+    length, even if the run went back in time to an older snapshot."""
     deaths: dict[str, list[float]] = {}
     for one in incidents:
         for host in one.get("dead_hosts", ()):
@@ -71,15 +71,15 @@ def quarantines(incidents: Iterable[Mapping[str, Any]], now: float) -> dict[str,
 
 
 class Deaths:
-    """Tells the deaths of hosts from other losses, for one worker, whatever worlds it goes through."""
+    """Tells the deaths of hosts from other losses, for one worker through all its worlds."""
 
     def __init__(self) -> None:
         self._remains: frozenset[str] = frozenset()
-        """uids of workers whose node has lost another one: its agent is about to end them, which is no second death"""
+        """uids of workers whose node has lost another worker: the agent is about to end them, which is no new death"""
 
     def note(self, lost: Collection[Member], going_on: Collection[Member]) -> list[str]:
-        """The hosts that have died where a world has lost these members, and these of it go on. A host lives where
-        another one of its nodes does."""
+        """Return the hosts that have died, given the members that a world has lost and those that go on. A host lives if
+        another node of it goes on."""
         lost = [member for member in lost if member.uid not in self._remains]
         nodes = {member.node for member in lost}
         living = {member.host for member in going_on if member.node not in nodes}
@@ -90,11 +90,11 @@ class Deaths:
 
 
 def waits(node: Sequence[Member], world: World, step: int) -> bool:
-    """Whether a node whose host is in quarantine waits for its end, while `world` trains. Where that has fewer nodes
-    than it needs, where it has another node of that host, and where the one in the queue has come further, it does not.
+    """Return whether a node in the join queue waits for the end of its host's quarantine while `world` trains. It does
+    not if the world has too few nodes, if another node of that host trains, or if the node has a newer snapshot.
 
     Args:
-        step: how many the members of `world` have committed.
+        step: committed steps of `world`.
     """
     is_needed = world.num_nodes < world.min_nodes
     is_alive = any(member.host == node[0].host for member in world.members)

@@ -1,8 +1,8 @@
-"""Where newcomers find a job: signs at its endpoints, which any member on that machine may serve.
+"""The signs by which newcomers find a job, at its endpoints; any member on the machine of an endpoint may serve it.
 
-A sign names the stores of some members. Nobody trains by it: when its server dies the job goes on, and another member
-of that machine serves the endpoint; rank 0 renews what it says. Only the process that serves the first endpoint may
-begin a job, since nobody else can be sure that none runs.
+A sign names the stores of some members. Training does not need it: when its server dies the job goes on, another member
+of that machine serves the endpoint, and rank 0 renews the sign. Only the process that serves the first endpoint may
+begin a job, since no other process can be sure that none runs.
 """
 
 from __future__ import annotations
@@ -32,65 +32,65 @@ from elastic_train.world import Address
 
 CONNECT_SECONDS = 0.5
 GREETING_SECONDS = 2.0
-"""that a store may take for its first answer"""
+"""time that a store may take for its first answer"""
 AGAIN_SECONDS = 0.2
-"""the same where it has taken so long before: the greeting goes on, and other endpoints wait to be looked at"""
+"""the same after one such timeout: the greeting goes on, and other endpoints wait to be read"""
 CALL_SECONDS = 2.0
-"""that it may take for each further one"""
+"""time that a store may take for each further answer"""
 STRANGER_SECONDS = 5.0
-"""that something else may listen at an endpoint before that is an error; also another run, at which members of this one
-may be about to write their sign: it took the port of a dead host"""
+"""time after which it is an error that a stranger listens at an endpoint, or another run: that may have taken the port
+of a dead host, and members of this run may be about to write their sign there"""
 MUTE_SECONDS = 60.0
-"""the same where it says nothing: a store that is busy, or frozen, may come back"""
+"""the same if the listener does not answer: a busy or frozen store may come back"""
 LOOK_SECONDS = 0.3
-"""between two looks at the endpoints"""
+"""time between two looks at the endpoints"""
 KEEP_SECONDS = 0.5
-"""between two looks at what the signs say"""
+"""time between two looks at the content of the signs"""
 RARELY = 10
-"""one of so many of these looks is for a further endpoint that does not answer"""
+"""one of this many looks tries a further endpoint that does not answer"""
 FRESH_SECONDS = 3.0
-"""after which a member that is not asked any more to show a sign repeats it no longer: it may be out of the job"""
+"""time after its last `show` for which a member repeats its sign: it may be out of the job then"""
 HANGING_SECONDS = 30.0
-"""after which another greeting is begun where one is not answered; each one keeps a thread"""
+"""time after which an unanswered greeting is begun anew; each greeting keeps a thread"""
 HOLDER = "elastic_train/holder"
-"""the run id of who serves this sign, which has it from its first milliseconds"""
+"""key of the run id that serves this sign; it is set within milliseconds after the start"""
 
 _hanging: dict[Address, tuple[float, Future[TCPStore]]] = {}
-"""greetings that have not been answered, with when they were begun: a host that is frozen answers when it wakes"""
+"""unanswered greetings, each with its begin: a frozen host answers when it wakes"""
 
 
 class Stranger(StoreUnreachable):
-    """What listens there answers, and not as a sign."""
+    """The listener answers, but not as a sign."""
 
 
 class OtherRun(StoreUnreachable):
-    """A job of ours listens there, and is another run."""
+    """The listener is a job of elastic_train, but of another run."""
 
 
 class Mute(StoreUnreachable):
-    """Something listens there, and says nothing: another program, or a frozen one."""
+    """The listener does not answer: another program, or a frozen one."""
 
 
 def reach(address: Address) -> TorchStore:
-    """A client of the store at an address. Blocks for LOOK_UP_SECONDS where no name server answers, for CONNECT_SECONDS
-    where nobody is there, for GREETING_SECONDS where nobody answers.
+    """Return a client of the store at an address. Blocks for LOOK_UP_SECONDS if no name server answers, for
+    CONNECT_SECONDS if no process listens, for GREETING_SECONDS if the listener does not answer.
 
     Raises:
-        StoreUnreachable: nobody answers. Stranger: somebody does, and is no store. Mute: somebody listens.
+        StoreUnreachable: no process listens. Stranger: the listener is no store. Mute: it does not answer.
     """
     host, port = address
     try:
         ip = first_accepting(look_up(host), port, CONNECT_SECONDS)
     except (OSError, ValueError) as error:
         raise StoreUnreachable(f"nobody answers at {host}:{port}: {error}") from error
-    # Within so long TCPStore begins its greeting anew where a stranger answers or hangs up; silence it waits out.
+    # For this time TCPStore repeats its greeting if a stranger answers or hangs up; it waits for a silent listener.
     timeout = timedelta(seconds=CONNECT_SECONDS)
     now = time.monotonic()
     began_at, making = _hanging.pop((ip, port), (now, None))
     was_mute = making is not None
     if making is None or now - began_at > HANGING_SECONDS:
         began_at = now
-        # It greets its server while it is made, without a deadline.
+        # The constructor greets the server without a deadline.
         making = answer_of(
             lambda: TCPStore(ip, port, is_master=False, wait_for_workers=False, timeout=timeout), "connect"
         )
@@ -105,7 +105,7 @@ def reach(address: Address) -> TorchStore:
 
 
 def reach_sign(address: Address) -> TorchStore:
-    """The same of one that a job of ours serves, and not anybody's torchrun, which has the same port by default."""
+    """As `reach`, for a sign of elastic_train only: any torchrun has the same port by default."""
     store = reach(address)
     if store.get(HOLDER) is None:
         raise Stranger(f"what listens at {address[0]}:{address[1]} is a store of another kind")
@@ -113,11 +113,11 @@ def reach_sign(address: Address) -> TorchStore:
 
 
 def serve(host: str, port: int) -> TCPStore | None:
-    """Serve an endpoint; None where its port is taken. On all interfaces, for the name may mean another address to
-    other machines (Debian maps the own one to 127.0.1.1); on the loopback one alone for `localhost`.
+    """Serve an endpoint; None if its port is taken. Listens on all interfaces, since other machines may resolve the name
+    to another address (Debian maps a host's own name to 127.0.1.1); for `localhost` only on the loopback interface.
 
     Raises:
-        StoreUnreachable: this process may not serve it.
+        StoreUnreachable: this process may not serve the endpoint.
     """
     where = "127.0.0.1" if host in ("localhost", "127.0.0.1") else "::1" if host == "::1" else ""
     is_dual = not where and socket.has_dualstack_ipv6()
@@ -134,20 +134,20 @@ def serve(host: str, port: int) -> TCPStore | None:
     port = int(listener.getsockname()[1])
     fd = listener.detach()
     server = TCPStore(seen_by_us, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd)
-    # A forked DataLoader process would serve in the place of a dead parent, and keep connections open on which others
-    # wait for its answers.
+    # A forked DataLoader process would serve in place of a dead parent, and would keep connections open on which other
+    # processes wait for answers of the parent.
     close_in_forked_children(port, server)
     return server
 
 
 class Signposts:
-    """As finder.Finder, at the endpoints of `--rdzv-endpoint`.
+    """The finder of `--rdzv-endpoint`.
 
     Args:
-        endpoints: (host, port) each; the first one begins.
-        is_host: whether the first one is on this machine, where that is known.
-        timeout: seconds after which it is an error that nobody answers at any of them.
-        earlier: stores of members that the run directory names.
+        endpoints: (host, port) each; the job begins at the first one.
+        is_host: whether the first endpoint is on this machine; None if unknown.
+        timeout: seconds after which it is an error that no endpoint answers.
+        earlier: returns stores of members that the run directory names.
     """
 
     def __init__(
@@ -165,24 +165,24 @@ class Signposts:
         self._list = ",".join(f"{host}:{port}" for host, port in endpoints)
         self._own = OwnEndpoints([host for host, _ in endpoints], is_host, clock)
         self._key, self._key_of_beginning = f"elastic_train/{run_id}/sign", f"elastic_train/{run_id}/beginning"
-        """a beginning must not overwrite the call of a running job that it has to hear"""
+        """two keys: a beginning job must not overwrite the sign of a running job, which it has to read"""
         self._key_of_first = f"elastic_train/{run_id}/first"
-        """where it is the first endpoint: whose, and of which list"""
+        """at a first endpoint: the name of the process that serves it, and its list of endpoints"""
         self._servers: dict[int, TCPStore] = {}
         self._clients: dict[int, KeyValueStore] = {}
         self._silent: set[int] = set()
-        """further endpoints that have not answered when something was to be written there"""
+        """further endpoints that did not answer when a sign was to be written"""
         self._lock = threading.RLock()
         self._alone_since: float | None = None
         self._strange_since: dict[int, float] = {}
         self._is_taken = False
-        """whether the port of the first endpoint could not be had on this machine; then somebody should answer there"""
+        """whether the port of the first endpoint was taken on this machine; then a process should answer there"""
         self._looked_at = -1e9
         self._seen: tuple[Address, ...] = ()
         self._sign: tuple[str, str, bool] | None = None
-        """what this process shows: a key and its text"""
+        """the sign that this process shows: key, text, and whether only if there is none"""
         self._other_jobs: tuple[Address, ...] = ()
-        """found since they were last asked for"""
+        """stores found since the last call of `other_jobs`"""
         self._shown_at = -1e9
         self._has_world = False
         self._is_closed = threading.Event()
@@ -190,7 +190,7 @@ class Signposts:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nobody answered at any endpoint when `addresses` looked last."""
+        """Whether no endpoint answered when `addresses` looked last."""
         return self._alone_since is not None
 
     def is_beginner(self) -> bool:
@@ -234,7 +234,7 @@ class Signposts:
             return self._seen
 
     def _require_own(self, number: int, holder: str | None) -> None:
-        """Raises: OtherRun where another job has the endpoint, and this process no world."""
+        """Raise OtherRun if another run has the first endpoint while this process has no world."""
         if holder != self._run_id and number == 0 and number not in self._servers and not self._has_world:
             host, port = self._endpoints[number]
             raise OtherRun(
@@ -243,8 +243,8 @@ class Signposts:
             )
 
     def _require_same_list(self, first: str | None) -> None:
-        """Raises: StoreUnreachable where another machine, too, is about to begin this job, at an endpoint that is not
-        the first one of this process's list."""
+        """Raise StoreUnreachable if another machine is about to begin this job too, at an endpoint that is not the first
+        in this process's list."""
         if first is None:
             return
         name, theirs = json.loads(first)
@@ -255,7 +255,7 @@ class Signposts:
             )
 
     def _lasting(self, number: int, now: float, error: StoreUnreachable) -> StoreUnreachable | None:
-        """What is wrong at an endpoint, where it will not pass, and has lasted long enough."""
+        """Return the error to raise for an endpoint if the fault has lasted too long and will not pass, else None."""
         is_taken = number == 0 and self._is_taken and not self._has_world
         if not is_taken and not isinstance(error, Stranger | OtherRun | Mute):
             self._strange_since.pop(number, None)
@@ -276,7 +276,7 @@ class Signposts:
         )
 
     def called_by(self) -> Sequence[Address]:
-        with self._lock:  # no other endpoint is asked: one that is mute would take seconds
+        with self._lock:  # reads no other endpoint: a mute one would take seconds
             sign = self._client(0).get(self._key) if 0 in self._servers else None
         return stores_in(sign)
 
@@ -286,7 +286,7 @@ class Signposts:
         self._shown_at = self._clock()
         if sign != self._sign:
             self._sign = sign
-            for number in list(self._servers):  # those of other machines may take long to answer
+            for number in list(self._servers):  # endpoints on other machines may take long to answer
                 self._write(number, sign)
         self._keep_on_thread()
 
@@ -298,7 +298,7 @@ class Signposts:
         self._keep_on_thread()
 
     def _keep_on_thread(self) -> None:
-        """Start the thread that looks after the endpoints: the watcher must not wait for a host that is silent."""
+        """Start the thread that keeps the endpoints: the watcher must not wait for a silent host."""
         if self._keeper is None:
             self._keeper = threading.Thread(target=self._keep, name="signposts", daemon=True)
             self._keeper.start()
@@ -313,14 +313,14 @@ class Signposts:
                     if number > 0 or self._has_world:
                         with contextlib.suppress(StoreUnreachable):
                             self._serve(number)
-                    if number in self._silent and turn % RARELY:  # a host that is back at the first one must be called
+                    if number in self._silent and turn % RARELY:  # not for the first: a host may be back there
                         continue
-                    if (sign := self._sign) is not None:  # the watcher's thread may take it back meanwhile
+                    if (sign := self._sign) is not None:  # the watcher thread may withdraw it meanwhile
                         self._write(number, sign)
 
     def _write(self, number: int, sign: tuple[str, str, bool]) -> None:
         key, text, if_missing = sign
-        for _ in range(2):  # once more where another process serves it by now
+        for _ in range(2):  # once more, since another process may serve the endpoint by now
             try:
                 store = self._client(number)
                 there = store.get(key)
@@ -337,8 +337,8 @@ class Signposts:
                     return
 
     def _note_other_job(self, there: str, text: str) -> None:
-        """Two jobs of one run id that know nothing of each other take turns at an endpoint: each sees the other's sign
-        where it writes its own."""
+        """Note the stores of another job of this run id. Two such jobs take turns at an endpoint: each sees the other's
+        sign where it writes its own."""
         theirs = json.loads(there)
         if theirs.get("job") != json.loads(text)["job"]:
             self._other_jobs = stores_in(there)
@@ -363,7 +363,7 @@ class Signposts:
         self._servers.clear()
 
     def _serve(self, number: int) -> bool:
-        """Whether this process serves an endpoint, from now on perhaps."""
+        """Serve an endpoint if that is possible. Return whether this process serves it."""
         if number in self._servers:
             return True
         if not self._own.has(number) or (number > 0 and self._own.sharing[number] and self._sign is None):
@@ -373,14 +373,14 @@ class Signposts:
         if server is None:
             return False
         store = TorchStore(server, timedelta(seconds=CALL_SECONDS))
-        store.put(HOLDER, self._run_id)  # where it fails the server goes: to everybody it would be a stranger
+        store.put(HOLDER, self._run_id)  # if this fails the server is dropped: it would look like a stranger
         if number == 0:
             store.put(self._key_of_first, json.dumps([self._name, self._list]))
         self._servers[number], self._clients[number] = server, store
         return True
 
     def _client(self, number: int) -> KeyValueStore:
-        store = self._clients.get(number)  # another thread may lose it meanwhile
+        store = self._clients.get(number)  # read once: another thread may drop it meanwhile
         if store is None:
             store = self._clients[number] = reach_sign(self._endpoints[number])
         return store
