@@ -172,8 +172,7 @@ class OwnEndpoints:
         """by number: the other machines to which the name leads, if it leads to this machine as well"""
 
     def has(self, number: int) -> bool:
-        """Return whether an endpoint is on this machine. The first one must not be on another machine as well: each of
-        them would begin a job. Blocks as `look_up`."""
+        """Return whether an endpoint is here, and the first one only here: else two may begin. Blocks as `look_up`."""
         if number == 0 and self._is_host is not None:
             return self._is_host
         looked_at, found = self._found.get(number, (-math.inf, False))

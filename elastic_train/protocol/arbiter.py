@@ -1,9 +1,9 @@
-"""A place outside of the members that says which side goes on: whose decision stands there first.
+"""The arbiter: a place outside of the members that keeps the first decision claimed there, and so picks the side.
 
-Where a job has an arbiter, every decision about what follows a world is claimed there. A side that has lost the others
-may then go on by its claim alone, without their votes (laws.py). This is for members that have proven that they see the
-same place, for a directory that was copied looks the same on every node: rank 0 shows a fresh name there as a world
-forms, and in the first collective each member says whether it sees that name.
+If a job has an arbiter, every decision on the successor of a world is claimed there. A side that has lost other members
+may then go on by its claim alone, without their votes (laws.py). This needs members that have proven that they see the
+same place, since a copied directory looks the same on every node: rank 0 writes a fresh name there as a world forms,
+and in the first collective each member reports whether it sees that name.
 """
 
 from __future__ import annotations
@@ -22,69 +22,69 @@ from elastic_train.world import from_json, to_json
 
 
 class ArbiterSilent(Exception):
-    """It does not answer, or cannot keep what it is given. What was asked may be done all the same."""
+    """The place does not answer, or cannot keep what it is given. The call may have taken effect all the same."""
 
 
 class ArbiterLost(ArbiterSilent):
-    """With all that was claimed there: nobody can claim anything any more, nor be told what stood."""
+    """The place is lost with all its claims: no member can claim there any more, or learn what stood there."""
 
 
 class Arbiter(Protocol):
     """Each call blocks for some seconds at most. Raises: ArbiterSilent."""
 
     def claim(self, job: str, generation: int, decision: str | None) -> str | None:
-        """The decision that stands for what follows a world of `generation`: the first that was claimed. Claims
-        `decision` where there is none yet; None only reads."""
+        """Claim `decision` for the successor of the world of `generation` if no decision is claimed yet; None only
+        reads. Return the decision that stands: the first that was claimed."""
 
     def show(self, name: str) -> None:
-        """Leave a fresh name there, for others to see."""
+        """Write a fresh name there, for other members to see."""
 
     def sees(self, name: str) -> bool:
-        """Whether somebody has shown it."""
+        """Return whether a member has shown the name."""
 
     def tidy(self) -> None:
-        """Remove what nobody looks for any more. Nobody waits for it."""
+        """Delete what is not needed any more. No caller waits for it."""
 
 
 class Folder(Protocol):
-    """What claims take of a file system; it may be shared, and lose replies. Raises: OSError."""
+    """The file operations that claims need; the folder may be shared, and replies may be lost. Raises: OSError."""
 
     def create(self, name: str, text: str, *, is_durable: bool) -> None:
-        """A file that comes with all of its content; FileExistsError where there is one. It may be made though this
-        raises: a client of NFS that repeats a call is told EEXIST by its own."""
+        """Create a file with all of its content at once. Raises: FileExistsError if the file exists. It may be created
+        even if this raises: an NFS client that repeats a call may get EEXIST because of its own first call."""
 
     def read(self, name: str) -> str | None:
-        """Of a whole file; None where there is none."""
+        """Return the text of a whole file; None if there is none."""
 
     def remove(self, name: str) -> None: ...
 
     def names(self) -> Sequence[str]:
-        """Of all its files."""
+        """Return the names of all its files."""
 
     def written_at(self, name: str) -> float:
-        """When a file was written, in seconds of the folder's own clock."""
+        """Return the time when a file was written, in seconds of the folder's own clock."""
 
 
 OUTDATED = 50
-"""newer claims of a job with which one of its claims counts for nothing; twice as many are kept"""
+"""number of newer claims of its job that makes a claim void; twice as many are kept"""
 OLD_SECONDS = 3600.0
-"""after which a shown name or a draft is removed: the members of a world have looked, and a claim was linked"""
+"""age at which a shown name or a draft is deleted: by then the members have looked, and the claim was linked"""
 MOST_REMOVED = 6
-"""files as a world forms, which makes two or three"""
+"""files deleted as a world forms; forming makes two or three"""
 
 
 class Claims:
-    """As Arbiter, in a folder: one file for each job and generation.
+    """An Arbiter in a folder: one file for each job and generation.
 
-    Who is not told that its claim was made reads what stands there.
+    A member that gets no reply to its claim reads the file.
 
-    Old files are removed as worlds form. A claim that has OUTDATED newer ones of its job is void, whether its file is
-    still there or not: a member that asks for it gets the newest one, and so learns that the job has gone on. A file is
-    removed only when twice as many newer ones stand, and from then on there are never fewer.
+    Old files are deleted as worlds form. A claim with OUTDATED newer claims of its job is void, whether its file is
+    still there or not: a member that asks for it gets the newest claim, and so learns that the job has gone on. A file
+    is deleted only when twice as many newer claims stand, and from then on there are never fewer.
 
-    Newer ones are counted after the name was read or made. So a member that was frozen for hours may find its name
-    free again, and will see the newer ones then. The margin is for lists that miss a file that comes or goes meanwhile,
-    or that are a minute old, as on NFS.
+    Newer claims are counted after the file was read or made. So a member that was frozen for hours may find its file
+    name free again, but it then sees the newer claims. The margin is for listings that miss a file that comes or goes
+    meanwhile, or that are a minute old, as on NFS.
     """
 
     def __init__(self, folder: Folder, draw_name: Callable[[], str]) -> None:
@@ -110,12 +110,12 @@ class Claims:
             raise ArbiterSilent(f"what stands as {name} is no claim") from error
 
     def _outdated_by(self, job: str, generation: int) -> str | None:
-        """The newest claim, where that of `generation` counts for nothing."""
+        """Return the file name of the newest claim if the claim of `generation` is void, else None."""
         newer = [one for one in claims_among(self._folder.names()).get(job, ()) if one > generation]
         return f"claim-{job}-{max(newer)}" if len(newer) >= OUTDATED else None
 
     def _put(self, name: str, text: str) -> str:
-        """What stands there afterwards."""
+        """Create a claim's file and return the text that stands there afterwards."""
         try:
             self._folder.create(name, text, is_durable=True)
         except OSError as error:
@@ -133,14 +133,14 @@ class Claims:
         self._shown.append(f"seen-{name}")
 
     def tidy(self) -> None:
-        with suppress(OSError):  # it is in nobody's way
-            while len(self._shown) > 2:  # members of the world before may be about to look
+        with suppress(OSError):  # old files do no harm
+            while len(self._shown) > 2:  # members of the world before may still have to look
                 self._remove(self._shown.pop(0))
             if self._shown:
                 self._remove_old(self._folder.written_at(self._shown[-1]))
 
     def _remove_old(self, now: float) -> None:
-        """Some files, by the folder's clock."""
+        """Delete up to MOST_REMOVED old files; `now` is of the folder's clock."""
         folder, names = self._folder, self._folder.names()
         outdated = (
             f"claim-{job}-{generation}"
@@ -153,7 +153,7 @@ class Claims:
             self._remove(name)
 
     def _remove(self, name: str) -> None:
-        with suppress(OSError):  # it is in nobody's way, and another member may have removed it
+        with suppress(OSError):  # an old file does no harm, and another member may have deleted it
             self._folder.remove(name)
 
     def sees(self, name: str) -> bool:
@@ -164,7 +164,7 @@ class Claims:
 
 
 def claims_among(names: Iterable[str]) -> dict[str, list[int]]:
-    """The generations of the claims of each job."""
+    """Return the generations of the claims of each job."""
     found: dict[str, list[int]] = {}
     for name in names:
         if match := re.fullmatch(r"claim-(.+)-(\d+)", name):
@@ -174,7 +174,7 @@ def claims_among(names: Iterable[str]) -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class Claim:
-    """What is claimed: a decision with all that who finds it must know."""
+    """A claimed decision, with all that a member that reads it must know."""
 
     parent: str
     """uid of the world that it follows"""
@@ -184,69 +184,70 @@ class Claim:
 
 
 MOVED_SECONDS = 60.0
-"""in which all members that reach a new place have found it"""
+"""time in which all members that reach a new place have found it"""
 KEPT_PLACES = 100
-"""worlds of which it is known where their names were seen"""
+"""number of worlds for which this member remembers where it saw their names"""
 
 
 class Arbitration:
-    """What one member knows of the place that it shares with the others of its worlds.
+    """One member's knowledge of the place for claims that it shares with the members of its worlds.
 
     Args:
-        find_place: the place as it is now. Where that is another one than before, nothing can be claimed in the old
-            one any more, by anybody; but something may have been, which is not known in the new one. So what follows a
-            world is claimed where its name was seen; and its name is shown in a place that was there before the world
-            was decided, so that no claim of what follows it lies in an older one.
+        find_place: returns the present place. If that is not the place of before, no member can claim in the old one
+            any more. But a claim may have been made there, which the new one does not know. So the successor of a world
+            is claimed where the world's name was seen. And the name is shown in a place that existed before the world
+            was decided, so that no claim of its successor is in an older one.
 
-    A world in which this member has not told whether it sees the place can be settled for nobody, and counts for
-    nothing. In one in which it has, and was told nothing, others may know more: then it takes votes and claim.
-    `show`, `sees` and `claim` block for some seconds at most.
+    A world in which this member has not reported whether it sees the place can be settled for no member, and does not
+    count. If it has reported but has not learned the reports of the others, they may know more: then it takes both
+    votes and claim. `show`, `sees` and `claim` block for some seconds at most.
     """
 
     def __init__(self, find_place: Callable[[], Arbiter] | None, timeout: float, clock: Callable[[], float]) -> None:
         self._find_place, self._timeout, self._clock = find_place, timeout, clock
         self._is_shared: dict[str, bool | None] = {}
-        """by uid of a world: whether all its members see the place; None where this one does and was told nothing"""
+        """by uid of a world: whether all its members see the place; None if this one does, and knows no more"""
         self._places: dict[str, Arbiter] = {}
-        """by uid of a world: where this member has seen its name"""
+        """by uid of a world: the place where this member has seen its name"""
         self._before: tuple[str, Arbiter] | None = None
-        """uid of a world that ends, and the place as it was before anything could follow it"""
+        """uid of a world that ends, and the place that was found before its successor could be decided"""
         self._shown: dict[str, tuple[Arbiter, float]] = {}
-        """by uid of a world: where this member has left its name as rank 0, and when"""
+        """by uid of a world: the place where this member, as rank 0, has written its name, and the time"""
         self._newest: tuple[Arbiter, float] | None = None
-        """the place as it was found last, and since when; all times for the first"""
+        """the place that was found last, and the time since when; -inf for the first place"""
         self._silent_at = -math.inf
-        """when it did not answer a call, the last one"""
+        """time of the last call if the place did not answer it"""
         self._few_since: tuple[str, float] | None = None
 
     @property
     def has_place(self) -> bool:
-        """Whether there is one at all."""
+        """Whether the job has a place for claims."""
         return self._find_place is not None
 
     def note_end(self, world: str) -> None:
-        """This member is about to take part in the choice of what follows a world."""
+        """Remember the present place: this member is about to take part in the decision on the successor of a world."""
         if self._find_place is not None and (self._before is None or self._before[0] != world):
             self._before = world, self._place_now(self._find_place)
 
     def show(self, world: str, *, is_decided: bool) -> None:
-        """Rank 0 of a world that is about to form leaves its name there, for the others to see, before the world's
-        first collective. Blocks for some seconds at most.
+        """Write the name of a world that is about to form into the place, for its members to see. Rank 0 does this
+        before the world's first collective. Blocks for some seconds at most.
 
         Args:
-            is_decided: whether claims about that world may have been made.
+            is_decided: whether the world is decided already, so that claims of its successor may exist.
         """
         if self._find_place is not None:
             place = self._place_now(self._find_place)
             if is_decided and self._before is not None:
                 place = self._before[1]
             self._shown[world] = place, self._clock()
-            with suppress(ArbiterSilent):  # then nobody sees it
+            with suppress(ArbiterSilent):  # then no member sees the name
                 place.show(world)
                 place.tidy()
 
     def sees(self, world: str) -> bool:
-        """What this member tells the others of a world in its first collective. Blocks likewise."""
+        """Return whether this member sees the name of a world; it reports this in the world's first collective. Blocks
+        for some seconds at most."""
         sees = False
         if self._find_place is not None:
             place = self._place_now(self._find_place)
@@ -258,11 +259,11 @@ class Arbitration:
         return sees
 
     def note(self, world: str, *, is_shared: bool | None) -> None:
-        """What all have told; None where this member sees the place and was told nothing."""
+        """Note whether all members see the place; None if this member sees it and has not learned about the others."""
         self._is_shared[world] = is_shared
 
     def take_over(self, known: dict[str, bool | None]) -> None:
-        """What a newcomer is told of worlds before it."""
+        """Take over what the message to a newcomer contains about earlier worlds."""
         self._is_shared = dict(known)
 
     def known(self, worlds: Sequence[Voters]) -> dict[str, bool | None]:
@@ -276,14 +277,14 @@ class Arbitration:
             del self._shown[world]
 
     def has_moved(self, world: str) -> bool:
-        """Whether the place has moved, and all have had the time to find the new one, but the name of this world could
-        not be seen there: this member, as rank 0, has left it in an older place, or before all had found this one."""
+        """Return whether the place has moved and all members had the time to find the new one, but could not see this
+        world's name there: this member, as rank 0, wrote it into an older place, or before all had found this one."""
         if self._find_place is None or world not in self._shown:
             return False
         (place, shown_at), now = self._shown[world], self._clock()
         newest = self._place_now(self._find_place)
         found_at = -math.inf if self._newest is None else self._newest[1]
-        # The next world is shown later than that: so a place that some cannot see ends one world, and no second one.
+        # The next world's name is shown after that time: so a place that some members cannot see ends only one world.
         is_early = shown_at - found_at <= MOVED_SECONDS and self._is_shared.get(world) is False
         return (place is not newest or is_early) and now - found_at > MOVED_SECONDS
 
@@ -294,23 +295,23 @@ class Arbitration:
         return place
 
     def is_needed(self, worlds: Sequence[Voters]) -> bool:
-        """Whether some of the others might go on by a claim."""
+        """Return whether other members might go on by a claim."""
         return self._find_place is not None and any(found is not False for found in self.known(worlds).values())
 
     def is_enough(self, worlds: Sequence[Voters]) -> bool:
-        """Whether a claim makes up for votes."""
+        """Return whether a claim makes up for votes: all members of these worlds see the place."""
         found = self.known(worlds).values()
         return bool(found) and all(one is True for one in found)
 
     def ended_holders(self, worlds: Sequence[Voters], gone: Collection[str]) -> frozenset[str]:
-        """All who had the state after the first of these worlds, where each is among those that are gone for sure and
-        the place tells whether one of them went on before it died; else nobody."""
+        """Return all members that had the state after the first of these worlds if each of them is gone for sure, and
+        the place can tell whether one of them went on before it died; else none."""
         holders = frozenset(worlds[0].members) - worlds[0].dead
         return holders if holders <= set(gone) and self.is_enough(worlds) else frozenset()
 
     def claim(self, job: str, generation: int, claim: Claim | None, worlds: Sequence[Voters]) -> Claim | None:
-        """As Arbiter.claim, of what follows the last of `worlds`. Raises: ArbiterSilent; ArbiterLost where nobody has
-        seen that one's name in another place."""
+        """As Arbiter.claim, for the successor of the last of `worlds`. Raises: ArbiterSilent; ArbiterLost if the lost
+        place is the one where the name of that world was seen."""
         place = next((self._places[one.world] for one in reversed(worlds) if one.world in self._places), None)
         try:
             if place is None:
@@ -326,11 +327,11 @@ class Arbitration:
 
     @property
     def is_silent(self) -> bool:
-        """Whether it gave this member no answer of late."""
+        """Whether the place gave this member no answer lately."""
         return self._clock() - self._silent_at < 2 * self._timeout
 
     def has_given_way(self, world: str) -> bool:
-        """Whether a side that has not the votes has given those that may have them the time to claim."""
+        """Return whether this side, which lacks votes, has waited long enough for a side with votes to claim first."""
         now = self._clock()
         if self._few_since is None or self._few_since[0] != world:
             self._few_since = (world, now)
@@ -338,7 +339,7 @@ class Arbitration:
 
 
 def silent_members(worlds: Sequence[Voters], side: Collection[str]) -> tuple[str, ...]:
-    """Members of the worlds since the last settled one that are neither in the side nor proven dead."""
+    """Return the members of the worlds since the last settled one that are neither in the side nor proven dead."""
     everybody = dict.fromkeys(uid for voters in worlds for uid in voters.members)
     dead = {uid for voters in worlds for uid in voters.dead}
     return tuple(uid for uid in everybody if uid not in side and uid not in dead)

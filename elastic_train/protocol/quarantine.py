@@ -78,8 +78,8 @@ class Deaths:
         """uids of workers whose node has lost another worker: the agent is about to end them, which is no new death"""
 
     def note(self, lost: Collection[Member], going_on: Collection[Member]) -> list[str]:
-        """Return the hosts that have died, given the members that a world has lost and those that go on. A host lives if
-        another node of it goes on."""
+        """Return the hosts that have died, given the members that a world has lost and those that go on. A host lives
+        if another node of it goes on."""
         lost = [member for member in lost if member.uid not in self._remains]
         nodes = {member.node for member in lost}
         living = {member.host for member in going_on if member.node not in nodes}

@@ -113,8 +113,8 @@ def reach_sign(address: Address) -> TorchStore:
 
 
 def serve(host: str, port: int) -> TCPStore | None:
-    """Serve an endpoint; None if its port is taken. Listens on all interfaces, since other machines may resolve the name
-    to another address (Debian maps a host's own name to 127.0.1.1); for `localhost` only on the loopback interface.
+    """Serve an endpoint; None if its port is taken. Listens on all interfaces, since other machines may resolve the
+    name to another address (Debian maps a host's own name to 127.0.1.1); for `localhost` only on the loopback one.
 
     Raises:
         StoreUnreachable: this process may not serve the endpoint.
@@ -243,8 +243,8 @@ class Signposts:
             )
 
     def _require_same_list(self, first: str | None) -> None:
-        """Raise StoreUnreachable if another machine is about to begin this job too, at an endpoint that is not the first
-        in this process's list."""
+        """Raise StoreUnreachable if another machine is about to begin this job too, at an endpoint that is not the
+        first in this process's list."""
         if first is None:
             return
         name, theirs = json.loads(first)
@@ -313,7 +313,7 @@ class Signposts:
                     if number > 0 or self._has_world:
                         with contextlib.suppress(StoreUnreachable):
                             self._serve(number)
-                    if number in self._silent and turn % RARELY:  # not for the first: a host may be back there
+                    if number in self._silent and turn % RARELY:  # never the first: a host back there must find a sign
                         continue
                     if (sign := self._sign) is not None:  # the watcher thread may withdraw it meanwhile
                         self._write(number, sign)
