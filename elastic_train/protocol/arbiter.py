@@ -246,8 +246,7 @@ class Arbitration:
                 place.tidy()
 
     def sees(self, world: str) -> bool:
-        """Return whether this member sees the name of a world; it reports this in the world's first collective. Blocks
-        for some seconds at most."""
+        """Return whether this member sees a world's name, for its report in the first collective. Blocks as `show`."""
         sees = False
         if self._find_place is not None:
             place = self._place_now(self._find_place)

@@ -24,8 +24,7 @@ class BranchRound(Round):
         return {rank for rank, text in held.items() if mine not in Decision.from_json(text).ranks}
 
     def accepted(self, promises: Mapping[int, Register]) -> str | Denied | None:
-        """As `Round.accepted`, without decisions that needed all votes and that this member has not accepted. Denied if
-        a voter does not answer, or has accepted a decision without this member meanwhile."""
+        """As `Round.accepted`, but ignores other members' votes for all. Denied if a voter is silent, or is taken."""
         if len(promises) < len(self.voters) or self.taken(promises):
             return Denied()
         mine = self.world.rank
@@ -94,8 +93,7 @@ class BranchOff:
         )
 
     def _branch_of(self, side: Collection[int], attempt: BranchRound, decision: Decision) -> Decision:
-        """Return `decision` as the first world of a branch of `side`. Its newcomers wait for the world after that: each
-        member of the first world was in the parent world."""
+        """Return `decision` for a branch of `side`, without newcomers: all its first members are of the parent."""
         inside = uids(attempt.world, side)
         silent = silent_members(attempt.worlds, inside)
         known = {member.uid: member.store for one in self._known.past.values() for member in one.members}
