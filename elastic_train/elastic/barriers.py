@@ -97,7 +97,7 @@ class Barriers:
         self._around.sleep(max(self._around.poll_seconds, world.world_size * READY_POLL_SECONDS))
 
     def wait_for_left_out(self, world: World) -> None:
-        """Wait until the workers that this world has left out have stopped (law 2)."""
+        """Wait until the workers that this world has left out have stopped."""
         while (seconds := self._job.seconds_to_wait(world, self._watcher.links.answered())) > 0:
             require_whole(self._watcher)
             self._around.sleep(min(seconds, 0.05))

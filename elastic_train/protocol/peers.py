@@ -322,7 +322,7 @@ class PeerJob:
     # --- its thread and its end ---------------------------------------------------------------------------------------
 
     def tend(self, world: World | None, *, headless: World | None = None) -> None:
-        """Do the background tasks, about once a second, on the watcher thread. `headless`: the world that has lost its
+        """Do the background tasks, twice a second, on the watcher thread. `headless`: the world that has lost its
         rank 0, while its members have yet to agree on the next world."""
         self.finder.keep(has_world=self._world is not None)
         self._known.old_keys.tend()
