@@ -1,9 +1,8 @@
 """The gradients of one step, from every rank's micro-batches to one gradient in every rank's `.grad`.
 
-This is the seam between the modes of `--reduction`: a `Reduction` runs forward and backward over a rank's
-micro-batches and leaves the gradient of the mean loss over the whole step's samples, the same on every rank. With it
-travel the step's loss and the members' votes (such as "I was told to stop"), so that a decision about what follows a
-step costs no message of its own.
+This is the seam between the modes of `--reduction`. A `Reduction` runs forward and backward over a rank's
+micro-batches and leaves the gradient of the mean loss over the step's samples, the same on every rank. The loss and
+the members' votes (such as "I was told to stop") travel with it, so that a decision after a step costs no message.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ SHARES_BUFFERS = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
-"""DDP's option, and its attribute, for rank 0's buffers in every forward pass: newer torch warns of the old name"""
+"""DDP's option (and attribute) that shares rank 0's buffers in each forward pass; newer torch warns of the old name"""
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What all ranks know after a step's reduction, the same on each."""
+    """The results of a step's reduction, the same on every rank."""
 
     loss: float
     """mean over all samples of the step"""
@@ -55,12 +54,12 @@ class StepTotals:
 
 
 class Reduction(Protocol):
-    """One way of turning micro-batches into the step's gradient; every rank calls `run` once per step."""
+    """A way to turn micro-batches into the step's gradient; every rank calls `run` once per step."""
 
     def run(
         self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
     ) -> StepTotals:
-        """Forward, backward and reduce. Blocks until every rank has taken part.
+        """Run forward and backward, and reduce. Blocks until every rank has taken part.
 
         Args:
             micro_batches: this rank's share of the step, at least one (perhaps empty) micro-batch.
@@ -69,36 +68,35 @@ class Reduction(Protocol):
             votes: this rank's votes, as many on every rank.
 
         Raises:
-            RuntimeError: from the communication library, when a peer is lost. FormationFailed: it did not say so.
+            RuntimeError: a peer is lost, and the communication library reports it. FormationFailed: it does not.
         """
         ...
 
 
 class FastReduction:
-    """All-reduces of DDP's buckets, overlapping the backward pass; sums in an order that depends on the world size.
+    """All-reduces of DDP's buckets, overlapping the backward pass; the order of summing depends on the world size.
 
-    Micro-batches but the last accumulate under `no_sync`. Gradients are weighted by sample count: each loss is
+    All micro-batches but the last accumulate under `no_sync`. Gradients are weighted by sample count: each loss is
     multiplied by its share of the step's samples, and by the world size where DDP divides by it.
 
-    On the CPU a communication hook has the buckets summed in place while the backward pass goes on, and `run` waits for
-    them after it, so that the wait can end when gloo's does not (collectives.py).
+    On the CPU a communication hook starts the sums of the buckets, in place, during the backward pass. `run` waits for
+    them after it, so that the wait can end where gloo's own does not (collectives.py).
 
-    Loss and votes are the gradient of one more parameter, which DDP puts into its first bucket: a message of their own
-    costs as much as the whole gradient of a small model. Being the first root of the backward pass, they are on their
-    way before any other gradient. In float32, so the loss travels as this rank's part of the mean, not of the sum. With
-    options of DDP that make it look into the graph, where that parameter is not, they have a message of their own.
+    Loss and votes are the gradient of one more parameter, in DDP's first bucket: a message of their own would cost as
+    much as the whole gradient of a small model. That parameter is the first root of the backward pass, so they are
+    sent before any other gradient. They are float32; so the loss travels as this rank's part of the mean, not of the
+    sum. Options that make DDP search the graph do not find this parameter there; then they have a message of their own.
 
-    BatchNorm's running statistics are each rank's own: in train mode nothing reads them, and a caller that needs them
+    BatchNorm's running statistics are each rank's own: in train mode nothing reads them. A caller that needs them
     takes rank 0's (`share_buffers`, a snapshot). A model with other buffers gets those of rank 0 before each
-    step, as with DDP, in a message for each type of numbers. An empty micro-batch leaves no trace in any of them.
+    step, as with DDP, in one message per data type. An empty micro-batch changes no buffer.
 
-    Built alike on every rank of a world, whose models must be equal; nothing is broadcast here. Parameters may be
-    frozen and thawed between steps, alike on every rank: DDP sums what was trained when it was made, so another one is
-    made.
+    Every rank of a world builds it alike, from equal models; nothing is broadcast here. Parameters may be frozen and
+    thawed between steps, alike on every rank. A new DDP is made then: each one sums a fixed set of gradients.
 
     Args:
-        num_votes: as many as `run` is given.
-        do: told in every step when this rank may begin to wait for others, and when it computes again.
+        num_votes: number of votes that `run` gets.
+        do: called in every step when this rank may begin to wait for peers, and when it computes again.
         options: DDP's own, such as `find_unused_parameters`.
 
     Raises:
@@ -126,10 +124,10 @@ class FastReduction:
         self._do = do
         self._waits_in_forward = self._waits_in_backward = False
         self._shared: nn.Module | None = None
-        """whose buffers are rank 0's"""
+        """the model, where its buffers are taken from rank 0 before each step"""
         self._parameters = list(model.parameters()) if world.world_size > 1 else []
         self._are_trained: list[bool] = []
-        """of each parameter, when DDP was made"""
+        """`requires_grad` of each parameter when DDP was made"""
         if world.world_size > 1:
             require_one_device(model)
             if not has_only_statistics(model):
@@ -141,7 +139,7 @@ class FastReduction:
             self._follow_requires_grad()
 
     def _follow_requires_grad(self) -> None:
-        """Make DDP, or another one where it would wait for other gradients than there will be."""
+        """Make DDP, and make it anew when other parameters are trained: it would wait for gradients that never come."""
         are_trained = [parameter.requires_grad for parameter in self._parameters]
         if are_trained == self._are_trained:
             return
@@ -150,29 +148,29 @@ class FastReduction:
             _Carrier(self._model, self._totals) if self._rides_along else self._model,
             device_ids=[self._device] if self._device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # spares a copy of every gradient
-            init_sync=False,  # the models are equal, but for a newcomer's in a step without samples
+            init_sync=False,  # the models are equal; a newcomer's differs only in a step without samples
             **{SHARES_BUFFERS: False, **self._options},
         )
         if self._device.type == "cpu":
             # Without a reference to `self`, which holds the DDP, and without annotations, which DDP would check.
             do = self._do
             ddp.register_comm_hook(self._sums, lambda sums, bucket: _begin_sum(sums, bucket, do))
-        # DDP has taken note of all parameters and buffers. From here on its module is the model itself, as a loss
-        # that looks at `module.module` expects.
+        # DDP has registered all parameters and buffers. From here on its module is the model itself, as a loss that
+        # reads `module.module` expects.
         ddp.module = self._model
         self._module = ddp
 
     def run(
         self, micro_batches: Share, loss: Loss, scale: Callable[..., torch.Tensor], votes: Sequence[int]
     ) -> StepTotals:
-        """As `Reduction.run`. Raises: UsageError: DDP waits for a gradient that does not come; `run` does not wait."""
+        """As `Reduction.run`. Raises: UsageError, without waiting: DDP waits for a gradient that does not come."""
         self._follow_requires_grad()
         self._sums.begin()
         totals = self._make_totals(votes)
         if self._shared is not None:
             self._enter_waits()
             share_buffers(self._shared)
-            if not self._waits_in_backward:  # else it waits where the device does
+            if not self._waits_in_backward:  # on a GPU the wait lasts until the step's end
                 self._do(Activity.COMPUTE)
         for micro_batch, batch in micro_batches:
             with self._synchronise_at(micro_batch), ExitStack() as passes:
@@ -183,7 +181,7 @@ class FastReduction:
                 mean = loss(self._module, micro_batch, batch)
                 weight = len(micro_batch.indices) * self._divisor / micro_batch.step_samples
                 if batch is not None:
-                    totals[0].add_(mean.detach().to(totals.device), alpha=weight)  # a model may end elsewhere
+                    totals[0].add_(mean.detach().to(totals.device), alpha=weight)  # the loss may be on another device
                 scaled = scale(mean if weight == 1.0 else mean * weight)
                 if self._waits_in_backward and micro_batch.is_last:
                     self._enter_waits()
@@ -198,7 +196,7 @@ class FastReduction:
         while self._sums.works:
             wait(*self._sums.works.pop(0))
         if self._waits_in_backward:
-            self._do(Activity.REDUCE)  # nothing of its own is left
+            self._do(Activity.REDUCE)  # this rank has no work of its own left
         if self._world_size > 1 and self._rides_along:
             assert self._totals.grad is not None, "the last micro-batch has set it"
             totals = self._totals.grad
@@ -210,22 +208,22 @@ class FastReduction:
         return StepTotals(mean_loss, tuple(round(vote) for vote in all_votes))
 
     def _enter_waits(self) -> None:
-        """On a GPU until the step's end: in which call the host waits, nobody knows, and some of it is its own work."""
+        """Report that this rank may wait for peers; on a GPU until the step's end, mixed with its own work."""
         self._do(Activity.STEP if self._waits_in_backward else Activity.REDUCE)
 
     def _make_totals(self, votes: Sequence[int]) -> torch.Tensor:
-        """(loss, votes...) of this rank times what DDP divides by, on its device, before its first micro-batch."""
+        """Return (0 for the loss, votes...), each times DDP's divisor, on the device. The loss is added later."""
         if not any(votes):
             return self._no_votes.clone()
         is_cuda = self._device.type == "cuda"
-        # From pinned memory, else the copy would wait until the device has done all that it was given.
+        # From pinned memory: another copy would wait until the device has done all queued work.
         totals = torch.tensor(
             [0, *(vote * self._divisor for vote in votes)], dtype=torch.float32, pin_memory=is_cuda, device="cpu"
         )
         return totals.to(self._device, non_blocking=True) if is_cuda else totals
 
     def _require_begun(self, step: int) -> None:
-        """Raises: UsageError where DDP does not sum all gradients: what is there is this rank's own."""
+        """Raises: UsageError: DDP has not summed all gradients, so those in `.grad` are this rank's own."""
         if self._world_size == 1:
             return
         assert isinstance(self._module, DistributedDataParallel)
@@ -241,13 +239,13 @@ class FastReduction:
 
 
 Received = list[tuple[list[torch.Tensor], torch.Tensor]]
-"""buffers of one type of numbers, and what they are to be, flat"""
+"""per data type: the buffers, and their new values as one flat tensor"""
 
 
 def share_buffers(model: nn.Module, check: Callable[[], None] = lambda: None) -> None:
-    """Give the dense buffers of rank 0 to every rank, all or none.
+    """Copy the dense buffers of rank 0 to every rank, all or none. Blocks and raises as `buffers_of_rank_0`.
 
-    As DDP does before a forward pass, whose own wait may not end when a peer is lost. As `buffers_of_rank_0`.
+    DDP does the same before a forward pass, but its wait may not end when a peer is lost.
     """
     take_buffers(buffers_of_rank_0(model, check))
 
@@ -256,12 +254,13 @@ def share_buffers(model: nn.Module, check: Callable[[], None] = lambda: None) ->
 def buffers_of_rank_0(
     model: nn.Module, check: Callable[[], None] = lambda: None, *, saved_alone: bool = False
 ) -> Received:
-    """What the dense buffers of this rank are to be, in a message for each type of numbers; sparse ones stay as they
-    were made. Nothing on rank 0. Blocks until it has come, and changes nothing.
+    """Receive rank 0's dense buffers, one message per data type; sparse ones are left out. Blocks until all have come.
+
+    Changes no buffer. Returns an empty list on rank 0.
 
     Args:
-        check: raises where what has come is not to be used.
-        saved_alone: leave out those of no state dict, such as a cache, which may have another size on each rank.
+        check: raises where the received values must not be used.
+        saved_alone: leave out buffers of no state dict, such as a cache, which may have another size on each rank.
 
     Raises: as `collectives.wait`, and as `check`.
     """
@@ -269,7 +268,7 @@ def buffers_of_rank_0(
     left_out = {id(layer._buffers.get(name)) for layer in layers for name in layer._non_persistent_buffers_set}
     by_type = _by_type(one for one in model.buffers() if id(one) not in left_out)
     flats = [(buffers, torch.cat([one.reshape(-1) for one in buffers])) for buffers in by_type]
-    # As bytes: gloo knows only some types of numbers.
+    # As bytes: gloo knows only some data types.
     works = [dist.broadcast(flat.view(torch.uint8), 0, async_op=True) for _, flat in flats]
     for (_, flat), work in zip(flats, works, strict=True):
         wait(work, flat)
@@ -279,10 +278,10 @@ def buffers_of_rank_0(
 
 @torch.no_grad()
 def take_buffers(received: Received) -> None:
-    """Make them what has come."""
+    """Write the received values into the buffers."""
     for buffers, flat in received:
         for buffer, part in zip(buffers, torch.split(flat, [one.numel() for one in buffers]), strict=True):
-            buffer.data.copy_(part.view(buffer.shape))  # a graph may have saved it, and not need what it was
+            buffer.data.copy_(part.view(buffer.shape))  # a graph may have saved it; `.data` spares its version check
 
 
 def _by_type(buffers: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -294,22 +293,22 @@ def _by_type(buffers: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 @dataclass
 class _Sums:
-    """Of the gradients of one step."""
+    """The sums of one step's gradients, as the communication hook starts them."""
 
     works: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
-    """begun, and not waited for"""
+    """started, and not waited for yet"""
     are_all: bool = False
-    """whether that of the last bucket has begun, which is the last to begin"""
+    """whether the sum of the last bucket, and so every sum, has started"""
 
     def begin(self) -> None:
-        """A step begins; another one may have been ended by an error."""
+        """Forget what a step that ended in an error has left."""
         self.works.clear()
         self.are_all = False
 
 
 def require_reduced(ddp: DistributedDataParallel, when: str, do: str) -> None:
-    """Raises: UsageError where a backward pass through `ddp` has left out parameters, so that gradients are this rank's
-    own. Waits for nothing. `do` says how DDP is told of such parameters."""
+    """Raises: UsageError: a backward pass through `ddp` left out parameters, so that the gradients are this rank's own.
+    Does not block. `do` is the advice for the error message."""
     try:
         ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -325,16 +324,16 @@ def _unreduced(ddp: DistributedDataParallel, when: str, do: str) -> UsageError:
 
 
 def without_gradient(model: nn.Module) -> list[str]:
-    """The names of parameters that are trained and have no gradient."""
+    """The names of trained parameters without a gradient."""
     return [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
 
 
 def _begin_sum(
     sums: _Sums, bucket: dist.GradBucket, do: Callable[[Activity], None]
 ) -> torch.futures.Future[torch.Tensor]:
-    """DDP's communication hook: the sum over the ranks has begun. It takes place in the bucket, of which the gradients
-    are views; a sparse one DDP waits for."""
-    if bucket.is_last():  # what is left of the backward pass is of its input alone
+    """Start the sum of a bucket over the ranks, as DDP's communication hook. The sum is made in the bucket, of which
+    the gradients are views. DDP itself waits for a sparse one."""
+    if bucket.is_last():  # the rest of the backward pass concerns the model's input alone
         sums.are_all = True
         do(Activity.REDUCE)
     gradients = bucket.buffer()
@@ -352,10 +351,10 @@ def _begin_sum(
 
 @contextmanager
 def zero_gradients(module: nn.Module) -> Iterator[None]:
-    """Have a backward pass give zeros, which DDP waits for, to every parameter that takes part in it.
+    """Make a backward pass give zeros to every parameter that takes part in it, so that DDP has all its gradients.
 
-    For a rank without samples: the loss of the single one that stands in may be NaN (a variance over the batch), and
-    NaN times a weight of 0 is NaN.
+    For a rank without samples: the loss of its one stand-in sample may be NaN (a variance over the batch), and NaN
+    times a weight of 0 is NaN.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]  # type: ignore[no-untyped-call]
@@ -367,8 +366,8 @@ def zero_gradients(module: nn.Module) -> Iterator[None]:
 
 
 def has_only_statistics(model: nn.Module) -> bool:
-    """Whether the model's buffers are running statistics of torch's own normalising layers, and nothing else: a layer
-    derived from them may read its statistics in training."""
+    """Return whether all buffers are running statistics of torch's own normalising layers. A derived layer does not
+    count: it may read its statistics in training."""
     return all(
         type(layer).__module__.startswith("torch.nn.modules.") and layer._buffers.keys() <= STATISTICS
         for layer in model.modules()
@@ -383,7 +382,7 @@ def require_one_device(model: nn.Module) -> None:
 
 
 def why_alone(model: nn.Module) -> str | None:
-    """Why a model cannot train in several workers: what waits for sums, and for their abort, looks at one device."""
+    """Return why a model cannot train in several workers, if so: waits for sums, and their abort, know one device."""
     places = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(places) < 2:
         return None
@@ -391,7 +390,7 @@ def why_alone(model: nn.Module) -> str | None:
 
 
 class _Carrier(nn.Module):
-    """What DDP is built from, and never called: the model's parameters and one more."""
+    """The module that DDP is built from: the model's parameters and one more. It is never called."""
 
     def __init__(self, model: nn.Module, totals: nn.Parameter) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One step of training, and what is said in it. Nothing here knows about failure or about changes of the world."""
+"""One step of training, and the ranks' votes in it. Nothing here knows about failure or changes of the world."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from elastic_train.wording import kind_of
 
 
 class Votes(NamedTuple):
-    """What a rank says in each step, and the sums of that over the ranks."""
+    """The numbers that a rank contributes to each step, and their sums over the ranks."""
 
     told_to_stop: int = 0
     """0 or 1"""
     leaving: int = 0
-    """it leaves now, 0 or 1"""
+    """1 where this rank leaves after the step, else 0"""
     joining: int = 0
-    """what rank 0 knows of newcomers: 0, SOON or NOW (protocol/plan.py)"""
+    """rank 0's knowledge of newcomers: 0, SOON or NOW (protocol/plan.py)"""
     save_seconds: int = 0
-    """that the state takes to be saved, as rank 0 has measured (`SaveTime.note_vote`); 0: nothing new"""
+    """seconds to save the state, as rank 0 has measured them (`SaveTime.note_vote`); 0: no new measurement"""
 
 
 NO_VOTES = Votes()
@@ -42,7 +42,7 @@ OF_DIVERGED = (
     "no snapshot is written of it: the next start goes on from the newest one, or from scratch where there is none "
     "(--snapshot-every)"
 )
-"""what becomes of the state with which training ends by its loss"""
+"""text: what becomes of a state whose loss ended the training"""
 
 
 class Outcome(StrEnum):
@@ -52,21 +52,21 @@ class Outcome(StrEnum):
     STOPPED = "stopped"
     """every rank was told to stop"""
     SOME_LEAVE = "some_leave"
-    """some ranks were told to stop and leave; the others go on without them"""
+    """some ranks were told to stop and leave; the rest go on without them"""
     SOME_JOIN = "some_join"
-    """members are ready to be admitted; all ranks go on with them"""
+    """newcomers are ready to be admitted; all ranks go on with them"""
 
 
 def train_step(
     state: TrainState, micro_batches: Share, reduction: Reduction, loss: Loss, votes: Sequence[int]
 ) -> StepTotals:
-    """One optimizer step over the global batch; `state` is not committed yet.
+    """Make one optimizer step over the global batch, without committing it.
 
     Raises:
         TrainingDiverged: the loss is NaN or infinite, on every rank alike; the weights are those before the step.
         UsageError: the optimizer wants a closure.
     """
-    if not state.is_step_open:  # a loop of one's own may have done something in it before
+    if not state.is_step_open:  # a user's own loop may have opened the step already
         state.remember()
     drop_gradients(state.optimizer)
     scale = state.scaler.scale if state.scaler else lambda loss: loss
@@ -85,7 +85,7 @@ def train_step(
             state.scaler.update()
         else:
             state.optimizer.step()
-    except Exception as error:  # each has another one, and a signature does not always show it (SAM)
+    except Exception as error:  # each optimizer raises another type, and a signature may hide the closure (SAM)
         if "closure" not in str(error):
             raise
         raise UsageError(
@@ -96,9 +96,9 @@ def train_step(
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """What torch's `zero_grad(set_to_none=True)` does, without the profiler's range around it: 10 us in a step."""
+    """Do as torch's `zero_grad(set_to_none=True)`, without the profiler's range around it: that costs 10 us a step."""
     if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
-        optimizer.zero_grad()  # without an argument, which not every one takes (apex)
+        optimizer.zero_grad()  # without an argument, which apex's optimizers do not take
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -106,23 +106,23 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def drop_all_gradients(state: TrainState) -> None:
-    """Of whatever is trained. Where a loop ends its steps with `zero_grad()`, those of a step that was broken off are
-    still there, and autograd would add the gradients of the same step to them when it is done again."""
+    """Drop all gradients before a step that was broken off is done again: autograd would add the new ones to the old,
+    where the loop calls `zero_grad()` only at the end of a step."""
     updates, owned = state.kept.updates, state.kept.updates.owned
     for optimizer in updates.optimizers:
         drop_gradients(optimizer)
     for module in state.kept.modules.values():
         for parameter in module.parameters():
-            if id(parameter) not in owned:  # else it is its optimizer's, which may keep gradients in one piece
+            if id(parameter) not in owned:  # an owner is above: it may keep its gradients in one flat tensor
                 parameter.grad = None
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, max_norm: float) -> None:
-    """Limit the norm of the step's gradient, that of the mean over all its samples, alike on every rank. `max_norm` is
-    in units of the loss, whatever the scaler has made of it."""
+    """Limit the norm of the step's gradient (of the mean loss over all its samples), alike on every rank. `max_norm` is
+    in units of the unscaled loss."""
     if scaler is not None:
         scaler.unscale_(optimizer)
-    with one_thread():  # ranks of machines with other numbers of cores would round the norm differently
+    with one_thread():  # machines with different numbers of cores would round the norm differently
         nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm)
 
 
@@ -137,8 +137,8 @@ def one_thread() -> Iterator[None]:
 
 
 def _is_left_to_scaler(state: TrainState) -> bool:
-    """fp16 overflows now and then: the scaler skips the step and halves the scale, down to 1 before it is an error. It
-    goes by the gradients: where these are finite, the loss would stay as it is for ever."""
+    """Return whether the scaler can cure a loss that is not finite: on an overflow of fp16 it skips the step and
+    halves the scale. It cannot at a scale of 1 or below, nor where the gradients, which it goes by, are finite."""
     if state.scaler is None or state.scaler.get_scale() <= 1.0:
         return False
     gradients = (one.grad for one in parameters_of(state.optimizer) if one.grad is not None)
@@ -154,10 +154,10 @@ def task_loss(
     stand_in: Callable[[], Any],
     loss: Callable[[nn.Module, Any], torch.Tensor],
 ) -> Loss:
-    """The loss of a micro-batch under `--precision`, with the randomness that belongs to it.
+    """Return the loss of a micro-batch under `--precision`; it seeds the model's draws for that micro-batch.
 
-    `stand_in` makes a batch of one sample, for a rank that has none in a step. Such a rank must take part in the
-    reduction; its loss and gradients do not count, and who calls it looks after the buffers (`kept.leave_no_trace`).
+    `stand_in` makes a batch of one sample for a rank without samples in a step, which must still take part in the
+    reduction. Its loss and gradients do not count; the caller restores the buffers (`kept.leave_no_trace`).
     """
     autocast = autocast_of(precision, device)
     name = f"{type(task).__name__}.loss" if loss == task.loss else getattr(loss, "__name__", "the loss")
@@ -171,13 +171,13 @@ def task_loss(
 
 
 def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes the context in which a forward pass has `--precision`."""
+    """Return a factory of the context in which a forward pass has `--precision`."""
     dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     return nullcontext if dtype is None else partial(torch.autocast, device.type, dtype=dtype)
 
 
 def scalar(name: str, loss: Any) -> torch.Tensor:
-    """Raises: UsageError where what `name` gave is not the mean of the batch, or cannot be differentiated."""
+    """Return `loss`. Raises: UsageError: it is not a scalar tensor, or cannot be differentiated."""
     if not isinstance(loss, torch.Tensor):
         raise UsageError(
             f"{name} gave {kind_of(loss)}: it must give a tensor, the mean over the samples of the batch, to "
@@ -199,4 +199,4 @@ def seed_model_draws(seed: int, step: int, shard: int, device: torch.device) -> 
     value = int.from_bytes(digest, "little") >> 1
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
-        torch.cuda.manual_seed_all(value)  # a model may be spread over several, or have replicas there
+        torch.cuda.manual_seed_all(value)  # a model may be on several GPUs
