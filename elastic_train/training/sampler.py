@@ -1,24 +1,23 @@
 """Which samples this rank reads: a pure function of seed, epoch, position and World.
 
-The law: after every commit the samples done are a prefix of the epoch's permutation, whatever the Worlds
-were.
+The law: after every commit, in any sequence of Worlds, the samples done are a prefix of the epoch's permutation.
 
 The order of an epoch depends on (seed, epoch, length) alone, and the position in it is one integer, the
 samples committed in this epoch. Each step takes the next `global_batch_size` positions and splits them over
-the ranks of the World of the moment. So a World that changes in mid-epoch changes who reads a sample, never
+the ranks of the present World. So a change of the World in mid-epoch changes which rank reads a sample, never
 whether it is read: every sample is read exactly once per epoch, apart from steps rolled back.
 
-The position is given in by the caller and counts committed samples. Iterating changes no state, so
-micro-batches that a DataLoader has prefetched and nobody committed are computed again by the next sampler.
+The caller passes the position, which counts committed samples. Iterating changes no state: the next sampler
+yields again what a DataLoader has prefetched and no step has committed.
 
-There is no permutation array. The sample at a position comes from a format-preserving permutation, in O(1)
-time and memory: reading on at 90 % of 10^9 samples costs the same as at 0.
+There is no permutation array. A format-preserving permutation gives the sample at a position in O(1) time and
+memory: reading on at 90 % of 10^9 samples costs the same as at 0.
 
 Sources:
     J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002: the generalized Feistel
         network on a * b >= length with modular addition, and cycle walking for the values past the length.
-        With a and b near the square root of the length fewer than a values lie past it, so that a walk is
-        rare; with halves of whole bits, half of all values could.
+        With a and b near the square root of the length, fewer than a values lie past the length, so that a walk
+        is rare. With halves of whole bits, half of all values could.
     G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014: SplitMix64,
         with the constants of S. Vigna's `splitmix64.c` (D. Stafford's finalizer "Mix13"), as round function
         and key schedule.
@@ -35,8 +34,8 @@ import numpy.typing as npt
 _Int64s = npt.NDArray[np.int64]
 _UInt64s = npt.NDArray[np.uint64]
 
-# A snapshot holds a position, and what it means is the order computed here. A change of a constant, of
-# the number of rounds or of the key schedule raises the snapshot's format version with it.
+# A snapshot's position refers to the order computed here. So a change of a constant, of the number of rounds
+# or of the key schedule must raise the snapshot's format version.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -44,25 +43,25 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _NUM_ROUNDS = 8
 # Positions whose indices are computed in one call while iterating: 32 KiB, enough to hide numpy's overhead.
 _BLOCK_SAMPLES = 4096
-# Up to here a table, no larger than a block, costs a fifth of the network, of which numpy's calls for a short epoch are
-# most, and is free of its limits on tiny lengths: with two odd radices, as at length 9, it reaches the even
-# permutations only.
+# Up to this length a table, no larger than a block, costs a fifth of the network: for a short epoch numpy's calls
+# dominate. It also lacks the network's limit on tiny lengths: with two odd radices, as at length 9, the network reaches
+# even permutations only.
 _MAX_TABLE_LENGTH = _BLOCK_SAMPLES
 
 
 def split(num_items: int, part: int, num_parts: int) -> tuple[int, int]:
-    """The range [start, stop) of `part`: items are cut into contiguous parts, the sizes differ by 1 at most.
+    """Return the range [start, stop) of `part`. Parts are contiguous, and their sizes differ by at most 1.
 
-    The partition of ordered mode: a step over virtual ranks, these over ranks. Parts are empty where there are
-    fewer items than parts; the last one is not, where there is an item.
+    Ordered mode splits a step over virtual ranks, and these over ranks, in this way. With fewer items than parts
+    some parts are empty; the last part is empty only without items.
     """
     return num_items * part // num_parts, num_items * (part + 1) // num_parts
 
 
 def split_larger_first(num_items: int, part: int, num_parts: int) -> tuple[int, int]:
-    """As `split`, but the larger parts go first. The partition of fast mode: a step over ranks, a rank's share over
-    its micro-batches. So rank 0, whose buffers are evaluated and saved, has samples in every micro-batch, and what
-    does not fit in memory fails at the first one.
+    """As `split`, but with the larger parts first. Fast mode splits a step over ranks, and a rank's share over its
+    micro-batches, in this way. So rank 0, whose buffers are evaluated and saved, has samples in every micro-batch,
+    and a micro-batch too large for the memory fails at once.
     """
     size, num_larger = divmod(num_items, num_parts)
     start = part * size + min(part, num_larger)
@@ -70,7 +69,7 @@ def split_larger_first(num_items: int, part: int, num_parts: int) -> tuple[int, 
 
 
 def steps_per_epoch(length: int, global_batch_size: int) -> int:
-    """Steps of a whole epoch; the last one is smaller unless the global batch divides the length."""
+    """Return the steps of a whole epoch; the last one is smaller unless the global batch divides the length."""
     return -(-length // global_batch_size)
 
 
@@ -91,7 +90,7 @@ class EpochOrder:
             raise ValueError(f"length must be in [1, 2**63), got {self.length}")
 
     def indices(self, positions: _Int64s) -> _Int64s:
-        """The sample index at each position; shapes (positions,) in and out, values in [0, length) both.
+        """Return the sample index at each position. Both have shape (positions,) and values in [0, length).
 
         Raises:
             ValueError: a position is outside [0, length).
@@ -112,7 +111,7 @@ class EpochOrder:
         return values.view(np.int64)
 
     def _permute(self, values: _UInt64s) -> _UInt64s:
-        """One pass of the network: a bijection on [0, a * b), where length <= a * b < length + a."""
+        """Pass values once through the network: a bijection on [0, a * b), where length <= a * b < length + a."""
         a = isqrt(self.length - 1) + 1
         b = -(-self.length // a)
         radix_low, radix_high = np.uint64(a), np.uint64(b)
@@ -135,7 +134,7 @@ class EpochOrder:
         return self._stream(_NUM_ROUNDS)
 
     def _stream(self, count: int) -> _UInt64s:
-        """The first `count` outputs of SplitMix64 seeded with the hash of (seed, epoch, length)."""
+        """Return the first `count` outputs of SplitMix64, seeded with the hash of (seed, epoch, length)."""
         state = np.zeros(1, dtype=np.uint64)
         for value in (self.seed, self.epoch, self.length):
             state = mix(state + np.array([value % 2**64], dtype=np.uint64) + _GOLDEN)
@@ -143,7 +142,7 @@ class EpochOrder:
 
 
 def mix(values: _UInt64s) -> _UInt64s:
-    """SplitMix64's finalizer, a bijection on 64 bits. In place: the caller hands over a temporary."""
+    """Apply SplitMix64's finalizer, a bijection on 64 bits, in place: the caller passes a temporary."""
     values ^= values >> np.uint64(30)
     values *= _MIX_1
     values ^= values >> np.uint64(27)
@@ -153,9 +152,9 @@ def mix(values: _UInt64s) -> _UInt64s:
 
 
 def _add_round(half: _UInt64s, keyed_half: _UInt64s, radix: np.uint64) -> None:
-    """half = (half + F(keyed_half)) mod radix, in place, with F in [0, radix)."""
+    """Compute half = (half + F(keyed_half)) mod radix in place, with F in [0, radix)."""
     hashed = mix(keyed_half)
-    # Multiply and shift in place of a slow remainder: radix < 2**32, so that the product fits in 64 bits.
+    # Multiply and shift instead of a slow remainder: radix < 2**32, so that the product fits in 64 bits.
     hashed >>= np.uint64(32)
     hashed *= radix
     hashed >>= np.uint64(32)
@@ -171,29 +170,29 @@ class MicroBatch:
 
     epoch: int
     step: int
-    """The number of committed steps once this step is committed: 1 for the first."""
+    """Number of this step, from 1: the committed steps once this one is committed."""
     shard: int
-    """Ordered: the virtual rank. Fast: the offset in the step of the first sample. Unique among
-    the non-empty micro-batches of a step over all ranks, and ascending with the positions, in either mode."""
+    """Ordered: the virtual rank. Fast: the first sample's offset in the step. In either mode unique among the
+    non-empty micro-batches of a step over all ranks, and ascending with the positions."""
     indices: _Int64s
     """Sample indices, shape (samples,); empty where the step has no sample for this rank or virtual rank."""
     step_samples: int
     """Samples of the whole step over all ranks: the global batch, or less in the last step of an epoch."""
     is_last: bool
-    """The last micro-batch of this step on this rank."""
+    """Whether it is this rank's last micro-batch of the step."""
 
 
 def _cut_step(
     step_samples: int, rank: int, world_size: int, virtual_ranks: int | None, micro_batch_size: int | None
 ) -> list[tuple[int, int, int]]:
-    """A rank's micro-batches in a step, contiguous and at least one: (shard, start, stop), offsets in the step."""
+    """Return a rank's micro-batches in a step, contiguous and at least one: (shard, start, stop), offsets in it."""
     if virtual_ranks is not None:
         return [
             (virtual_rank, *split(step_samples, virtual_rank, virtual_ranks))
             for virtual_rank in range(*split(virtual_ranks, rank, world_size))
         ]
     start, stop = split_larger_first(step_samples, rank, world_size)
-    # By the largest share: the collectives of a SyncBatchNorm are as many on every rank.
+    # By the largest share: a SyncBatchNorm needs the same number of collectives on every rank.
     largest = -(-step_samples // world_size)
     num_cuts = 1 if micro_batch_size is None else -(-largest // micro_batch_size)
     cuts = (split_larger_first(stop - start, cut, num_cuts) for cut in range(num_cuts))
@@ -204,16 +203,15 @@ def _cut_step(
 class StepSampler:
     """The micro-batches of one rank from `samples_done` to the end of the epoch, in order.
 
-    Given to a DataLoader as `batch_sampler`; the dataset's `__getitems__` receives the whole `MicroBatch`.
-    Every `__iter__` starts again at `samples_done`. Every rank yields every step, also one in which it has no
-    sample.
+    A DataLoader takes it as `batch_sampler`; the dataset's `__getitems__` receives the whole `MicroBatch`.
+    Every `__iter__` starts again at `samples_done`. Every rank yields every step, even without samples in it.
 
-    Fast (`virtual_ranks` is None): a step is split over the ranks, and a rank's share is cut into consecutive
-    micro-batches of at most `micro_batch_size`, as many on every rank; so a rank but 0 may yield empty ones.
+    Fast (`virtual_ranks` is None): a step is split over the ranks. Each share is cut into consecutive micro-batches
+    of at most `micro_batch_size`, the same number on every rank; so ranks other than 0 may yield empty ones.
 
-    Ordered: virtual rank v of V has the offsets [n*v//V, n*(v+1)//V) of a step of n samples, one micro-batch,
-    empty or not; the virtual ranks are split over the ranks. So the micro-batches of a step over all ranks
-    are the same in every World.
+    Ordered: virtual rank v of V has the offsets [n*v//V, n*(v+1)//V) of a step of n samples, as one micro-batch,
+    perhaps empty. The virtual ranks are split over the ranks. So the micro-batches of a step over all ranks are the
+    same in every World.
 
     Raises:
         ValueError: a value out of range, or fewer virtual ranks than ranks.
@@ -225,7 +223,7 @@ class StepSampler:
     samples_done: int
     """The position: samples committed in this epoch, in [0, length]."""
     steps_done: int
-    """Steps committed before the first one yielded; only numbers the steps."""
+    """Steps committed before the first one yielded; used only to number steps."""
     global_batch_size: int
     """Samples of a step over all ranks."""
     rank: int
@@ -233,7 +231,7 @@ class StepSampler:
     virtual_ranks: int | None
     """Ordered mode with that many virtual ranks, or None for fast mode."""
     micro_batch_size: int | None
-    """Samples in a micro-batch at most, None for the rank's whole share; fast mode only."""
+    """Most samples in a micro-batch, None for the rank's whole share; fast mode only."""
     max_steps: int | None
     """The highest number of a step: iteration ends after it, or with the epoch. None for no limit."""
 
@@ -283,7 +281,7 @@ class StepSampler:
             position += num_steps * step_samples
 
     def _runs(self) -> list[tuple[int, int]]:
-        """(number of steps, samples of each): the full steps left, then the smaller last one if any."""
+        """Return (number of steps, samples of each): the full steps left, then the smaller last one if any."""
         num_full, tail_samples = divmod(self.length - self.samples_done, self.global_batch_size)
         num_left = num_full + 1 if self.max_steps is None else max(0, self.max_steps - self.steps_done)
         runs = [(min(num_full, num_left), self.global_batch_size)]

@@ -1,4 +1,4 @@
-"""TrainState: everything that training is, and the only thing that a snapshot or a peer has to hand over."""
+"""TrainState: the whole state of a training; a snapshot or a peer hands over this and nothing else."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from elastic_train.training.state_lock import StateLock, StepStart
 
 
 class Stateful(Protocol):
-    """Anything else that belongs to the state: a learning rate scheduler, a scaler, averaged weights."""
+    """Any other part of the state: a learning rate scheduler, a scaler, averaged weights."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only."""
+        """Return tensors and plain values only."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take over what `state_dict` gave, perhaps in another process and on another device."""
+        """Load what `state_dict` returned, perhaps in another process and on another device."""
 
 
 class TrainState:
     """Model, optimizer, scaler and position of one run; usable by itself.
 
-    The position is `samples_done` samples into `epoch`, after `step` committed steps. Nothing else about the past
-    matters: samples, learning rate and randomness are functions of it. There is no RNG state on purpose.
+    The position is `samples_done` samples into `epoch`, after `step` committed steps. Samples, learning rate and
+    randomness are functions of the position alone; so there is no RNG state, on purpose.
 
     Args:
         model: any module, not wrapped in DDP; loaded in place.
-        optimizer: of its parameters.
+        optimizer: of the model's parameters.
         scaler: for fp16, where the loop steps through it.
         length: samples of the training set.
         global_batch_size: samples of a whole step, over all ranks.
         epochs, max_steps: where training ends, whichever comes first.
-        schedule: `constant` or `cosine` learning rate by committed step, or a function of (committed steps, last step)
-            that gives its share of the peak, after the last step too; None leaves learning rates alone, and a
-            snapshot's are taken over with it.
-        micro_batch_size: most samples per forward pass on a rank; None for what a rank has in the first world.
-        extras: what else is saved and restored, by name.
-        has_own_optimizer: its groups may hold more than flags say (some optimizers keep what they have learned there):
-            a snapshot's are taken over, as torch does, but for the learning rate.
+        schedule: learning rate by committed step: `constant`, `cosine`, or a function of (committed steps, last step)
+            that returns the share of the peak, also for the last step itself. None leaves learning rates alone; a
+            snapshot's are then taken over.
+        micro_batch_size: most samples per forward pass on a rank; None for a rank's share in the first world.
+        extras: further parts to save and restore, by name.
+        has_own_optimizer: the optimizer is the task's own, and may keep learned values in its groups. A snapshot's
+            groups are then taken over, as torch does, except for the learning rate.
     """
 
     def __init__(
@@ -75,45 +75,45 @@ class TrainState:
         self.extras: dict[str, Stateful] = dict(extras or {})
         self.epoch = self.step = self.samples_done = 0
         self.run_uid = ""
-        """names this run from its first step on; a snapshot of another run is never continued by mistake"""
+        """name of this run from its first step on, so that a snapshot of another run is never continued by mistake"""
         self.superseded: tuple[str, ...] = ()
-        """uids of the runs that --fresh has put this one in the place of"""
+        """uids of the runs that this one has replaced by --fresh"""
         self.micro_batch_size = micro_batch_size
         """most samples per forward pass on a rank"""
         self.last_loss: float | None = None
         self.last_commits: list[dict[str, Any]] = []
-        """`step` events of the two newest commits, the newest last: who takes this state over may have to write them"""
+        """`step` events of the two newest commits, the newest last; a worker that takes over may have to write them"""
         self.test_metrics: dict[str, float] = {}
         """of the newest evaluation, by name"""
         self.ratings = Ratings()
         self.incidents: list[dict[str, Any]] = []
-        """what interrupted this run, over all of its restarts, each told once; the last entries of `result.json`"""
+        """interruptions of this run over all of its restarts, each listed once; the last entries of `result.json`"""
         self.evaluated_step = self.stopped_at = -1
-        """of the newest evaluation; and where all were told to stop, and did: a start from there is no failure"""
+        """step of the newest evaluation; step at which all ranks stopped as told: a start from there is no failure"""
         self.generation: int | None = None
-        """of the world that it is trained in now; None until it is the run's, and its clock too"""
+        """generation of the present world; None until this state and its clock are the run's"""
         self.generations = 0
-        """worlds that this run has had"""
+        """number of worlds that this run has had"""
         self.branches: Branches = ()
         self.restarts: Branches = ()
         """where this run was split on the way to this state, and where it was begun again from a snapshot"""
         self.fingerprint: dict[str, Any] = {}
-        """what the bits of an ordered run depend on, as it is on this worker, or was where this state was saved"""
+        """all that the bits of an ordered run depend on, on this worker or on the one that saved this state"""
         self.clock, self.lock, self.step_start = PhaseClock(), StateLock(), StepStart(model)
         self.length, self.global_batch_size, self.num_epochs = length, global_batch_size, epochs
         self.last_step = total_steps(length, global_batch_size, epochs, max_steps)
         self.plan: dict[str, Any] = {"last_step": self.last_step}  # of this start: see `has_returned_early`
-        if not model.training:  # as a whole; then that is no choice of layers
+        if not model.training:  # the whole model, not some layers that the user froze
             model.train()
         self.kept = KeptStep(model, optimizer, self.extras, scaler)
         self.modes = Modes(self.kept.modules.values())
-        self.is_step_open = self._is_updating = False  # whether a step has begun that is not committed
+        self.is_step_open = self._is_updating = False  # open: a step has begun and is not committed
         self.before_update: Callable[[], None] = lambda: None
-        """called before the optimizer's step; what it raises leaves the weights those of the last commit"""
+        """called before the optimizer's step; where it raises, the weights stay those of the last commit"""
         self.kept.updates.call_before_steps(self.begin_update)
         self._schedule, self._has_own_optimizer, self._incidents = schedule, has_own_optimizer, IncidentsText()
         self._base_lrs = [rate_of(group) for group in optimizer.param_groups]
-        for step in (self.last_step, 0):  # a table that is one short must not be found out after the last step
+        for step in (self.last_step, 0):  # find now, not after the last step, that a schedule's table is one short
             self._apply_schedule(step)
 
     @property
@@ -123,26 +123,26 @@ class TrainState:
 
     @property
     def learning_rates(self) -> list[float | None]:
-        """The optimizer's, by group, before the schedule; those in force, where the schedule is none of ours."""
+        """Learning rate of each group, before the schedule's factor; without a schedule here, the rate in force."""
         return list(self._base_lrs) if self._schedule is not None else [*map(rate_of, self.optimizer.param_groups)]
 
     @property
     def is_whole(self) -> bool:
-        """False from the optimizer's step to the commit that follows, and after a loading that failed half way."""
+        """False between the optimizer's step and its commit, and after a load that failed half way."""
         return not self._is_updating
 
     @property
     def averaged(self) -> AveragedWeights | None:
-        """The moving average of the weights, where there is one among the extras."""
+        """The moving average of the weights, if it is among the extras."""
         found = self.extras.get("ema")
         return found if isinstance(found, AveragedWeights) else None
 
     def next_step_samples(self) -> int:
-        """Samples of the step in hand: the global batch, fewer in the last step of an epoch."""
+        """Samples of the next step to commit: the global batch, fewer in the last step of an epoch."""
         return min(self.global_batch_size, self.length - self.samples_done)
 
     def begin_update(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """An optimizer's step begins: what its pre-hook returns. Raises: as `KeptUpdates.require_groups`."""
+        """Prepare for an optimizer's step; return what its pre-hook must. Raises: as `KeptUpdates.require_groups`."""
         self.kept.updates.require_groups()
         checked = self.kept.updates.note_step(args, kwargs, self.before_update)
         self.before_update()
@@ -151,14 +151,14 @@ class TrainState:
         return checked
 
     def remember(self) -> None:
-        """A step begins: keep what it may change before its reduction is known to be sound."""
-        self.is_step_open, self._is_updating = True, False  # what it is now is what a step is taken back to
+        """Begin a step: keep a copy of all that it may change before its reduction is known to be sound."""
+        self.is_step_open, self._is_updating = True, False  # a rollback returns to the state of now
         self.kept.keep()
         self.step_start.note()
 
     def rollback(self) -> bool:
-        """Back to the last commit, after a step that failed in its reduction: the weights were not touched yet, or are
-        put back (`KeptUpdates`). Returns whether there was a step in hand; else nothing is touched."""
+        """Return to the last commit after a step that failed. Weights that were changed are put back (`KeptUpdates`).
+        Returns whether a step was open; if not, nothing is changed."""
         if not self.is_step_open:
             return False
         self.is_step_open = False
@@ -166,10 +166,10 @@ class TrainState:
         return True
 
     def commit(self, loss: float | None) -> bool:
-        """The one place where a step becomes done, with its mean loss over all samples; None where that is not known.
-        True at the end of an epoch."""
+        """Count the step as done; no other place does. `loss` is the mean over all samples, None if unknown.
+        Returns True at the end of an epoch."""
         self.lock.hold()
-        if self.averaged is not None:  # first: where this fails, the step does not count
+        if self.averaged is not None:  # first: if this fails, the step does not count
             self.averaged.update(self.model)
         self.is_step_open = False
         self.samples_done += self.next_step_samples()
@@ -186,12 +186,12 @@ class TrainState:
         if has_ended_epoch:
             self.epoch += 1
             self.samples_done = 0
-        self._is_updating = False  # the step is done, whatever a schedule of the user's raises
+        self._is_updating = False  # the step is done, even if a user's schedule raises
         self._apply_schedule(self.step)
         return has_ended_epoch
 
     def note_loss(self, loss: float | None) -> None:
-        """The newest step's mean over all samples, where it was not known at the commit."""
+        """Record the newest step's mean loss over all samples, which was not known at its commit."""
         self.last_loss = self.last_commits[-1]["loss"] = loss
 
     def _apply_schedule(self, step: int) -> None:
@@ -203,7 +203,7 @@ class TrainState:
                 group["lr"] = base_lr * factor
 
     def state_dict(self) -> dict[str, Any]:
-        """What `torch.load(weights_only=True)` can read; of a step that has begun nothing, until the optimizer's."""
+        """Return what `torch.load(weights_only=True)` can read; nothing of an open step, until the optimizer's."""
         state_of = self.kept.updates.state_of
         model, extras = self.model.state_dict(), {name: state_of(extra) for name, extra in self.extras.items()}
         if self.is_step_open:
@@ -243,14 +243,14 @@ class TrainState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_peers: bool = False) -> None:
-        """Take over what `state_dict` gave, but for the clock, which the caller decides about.
+        """Load what `state_dict` returned, except the clock, which is the caller's decision.
 
-        Hyper-parameters stay those of this process's flags where there is a schedule (of an optimizer of the task's own
-        the learning rate alone), unless it `is_peers`. An extra that it lacks stays; averaged weights are the model's.
+        With a schedule, hyper-parameters stay those of this process's flags (with a task's own optimizer the learning
+        rate alone), unless it `is_peers`. An extra that `state` lacks stays; averaged weights start as the model's.
 
         Raises:
-            KeyError, TypeError, ValueError, RuntimeError: it is of another model or optimizer.
-            ExtraNotLoaded, a ValueError: an extra does not take what it is given.
+            KeyError, TypeError, ValueError, RuntimeError: the state is of another model or optimizer.
+            ExtraNotLoaded, a ValueError: an extra does not accept its part.
         """
         self.is_step_open, self._is_updating = False, True
         self.kept.updates.let_go(is_needed=bool(state["run"].get("keeps_updates", False)))
@@ -260,10 +260,10 @@ class TrainState:
             loaded = {**loaded, "param_groups": self.optimizer.state_dict()["param_groups"]}
         self._base_lrs = list(state["schedule"]["base_lrs"]) if is_peers else self._base_lrs
         for one in (self.optimizer, *parts_of(self.optimizer).values()):
-            one.state.clear()  # before the new one is made: on a GPU there may be no room for both
+            one.state.clear()  # before the new state is made: GPU memory may not hold both
         load_part(self.optimizer, loaded)
         extras = state.get("extras", {})
-        if self.averaged is not None:  # a new one's copy is of weights that were never trained
+        if self.averaged is not None:  # a new average holds weights that were never trained
             extras = {"ema": state["model"], **extras}
         for name in self.extras.keys() & extras.keys():
             load_extra(name, self.extras[name], extras[name])
@@ -286,23 +286,23 @@ class TrainState:
 
 
 def has_returned_early(state: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
-    """Whether a state is of a run that its training function has ended, when this was planned."""
+    """Return whether this state's run ended because its training function returned, under the same plan."""
     schedule = state["schedule"]
     return schedule.get("plan") == plan and bool(schedule["last_step"] == state["position"]["step"])
 
 
 def total_steps(length: int, global_batch_size: int, epochs: int, max_steps: int | None) -> int:
-    """Committed steps after which training is finished."""
+    """Return the number of committed steps after which training is finished."""
     steps = epochs * steps_per_epoch(length, global_batch_size)
     return steps if max_steps is None else min(steps, max_steps)
 
 
 def learning_rate_factor(schedule: str | Callable[[int, int], float], step: int, last_step: int) -> float:
-    """Share of the peak learning rate after `step` of `last_step` committed steps, from 0 to all of them.
+    """Return the share of the peak learning rate after `step` of `last_step` committed steps, 0 and all included.
 
     `cosine` is the half period of SGDR (Loshchilov and Hutter, 2017, equation 5) without restarts.
 
-    Raises: what a function raises, with a note of what it was asked.
+    Raises: what the user's function raises, with a note of its arguments.
     """
     if not isinstance(schedule, str):
         try:
@@ -316,9 +316,9 @@ def learning_rate_factor(schedule: str | Callable[[int, int], float], step: int,
 
 
 class Modes:
-    """The mode of every layer of some modules, `train()` or `eval()`, and whether each parameter is trained: users
-    freeze some of them; and whether gradients are computed on this thread. Those of a `TrainState` are of when it was
-    made, and each world begins in them, on survivors and newcomers alike."""
+    """A record of some modules: each layer's mode (`train()` or `eval()`), each parameter's `requires_grad`, and
+    whether this thread computes gradients. A `TrainState` records them when it is made. Each world begins in these
+    modes, on survivors and newcomers alike."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
@@ -327,7 +327,7 @@ class Modes:
         self._has_gradients = torch.is_grad_enabled()
 
     def put_back(self) -> None:
-        """They are in that mode again."""
+        """Restore the recorded modes."""
         for layer, is_training in self._modes:
             layer.training = is_training
         for parameter, is_trained in self._trained:
@@ -338,7 +338,7 @@ class Modes:
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Leave every layer and parameter in the mode in which it was."""
+    """Restore the mode of every layer and parameter at the end of the block."""
     modes = Modes([model])
     try:
         yield
@@ -347,11 +347,11 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 
 
 def state_sha256(model_state: Mapping[str, Any]) -> str:
-    """SHA-256 over the tensors of a model's `state_dict()`.
+    """Return the SHA-256 over the tensors of a model's `state_dict()`.
 
     For each key in sorted order: the key as UTF-8, `str(dtype)`, `str(tuple(shape))`, and the contiguous bytes on
-    the CPU, with nothing in between. A sparse tensor's bytes are those of its `dense_parts`. What is no tensor, such as
-    a layer's extra state, is left out.
+    the CPU, with nothing in between. A sparse tensor's bytes are those of its `dense_parts`. Entries that are no
+    tensors, such as a layer's extra state, are left out.
     """
     digest = hashlib.sha256()
     for key in sorted(model_state):
@@ -365,13 +365,13 @@ def state_sha256(model_state: Mapping[str, Any]) -> str:
 
 
 def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a tensor holds, without its history, as tensors that have bytes: a sparse one's indices and values."""
+    """Yield a tensor's content, detached, as dense tensors: for a sparse one its indices and values."""
     tensor = tensor.detach()
     if tensor.layout is torch.strided:
         yield tensor.resolve_conj().resolve_neg()
         return
     if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce()  # else equal ones may list their entries in another order
+        tensor = tensor.coalesce()  # equal tensors may list their entries in different orders
         yield tensor.indices()
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         yield from (tensor.crow_indices(), tensor.col_indices())
