@@ -1,37 +1,37 @@
 """Ordered reduction: one step's gradient with the same bits for every world size.
 
-The global batch is V micro-batches, one per virtual rank, whatever the world. Each gives a gradient of its own (its
-mean loss times its share of the step's samples), and those V leaves are added in one fixed binary tree: a node of
-level j covers the virtual ranks [k * 2^j, (k + 1) * 2^j), cut off at V. IEEE addition commutes but is not associative,
-so the tree alone decides the bits.
+In every world the global batch is V micro-batches, one per virtual rank. Each gives a gradient of its own (that of its
+mean loss times its share of the step's samples). One fixed binary tree adds these V leaves: a node of level j covers
+the virtual ranks [k * 2^j, (k + 1) * 2^j), cut off at V. IEEE addition commutes but is not associative, so the tree
+alone decides the bits.
 
-A rank runs a contiguous block of virtual ranks and adds every subtree that lies in its block. The few partial sums
-that are left are completed across ranks, by slices: slice r of all partial sums goes to rank r, which adds the rest of
-the tree, and the finished slices are gathered. For V a multiple of the ranks that moves the bytes of a ring
-all-reduce. Only copies go through the communication library; every addition is ours.
+A rank runs a contiguous block of virtual ranks and adds every subtree that lies in its block. The ranks complete the
+few partial sums that are left by slices: slice r of all partial sums goes to rank r, which adds the rest of the tree.
+Then the finished slices are gathered. Where V is a multiple of the ranks, this moves as many bytes as a ring
+all-reduce. Only copies go through the communication library; every addition is made here.
 
     V = 8, 3 ranks       rank 0: 0 1    rank 1: 2 3 4    rank 2: 5 6 7
     subtrees added locally      [01]           [23] 4           5 [67]
     completed by slices         (([01] + [23]) + ((4 + 5) + [67]))
 
-How gradients get into place: a row is a flat vector of all gradients. The first leaf of a pair gives the tensors that
-autograd has made for it, the second one is accumulated into those, and their sum is added to the row that waits for it,
-or begins one. So a pair costs three passes over a gradient where a row per leaf would cost six, and the sum is already
-where the optimizer reads it. What a parameter gets from nobody is -0.0, the neutral element of IEEE addition (x + -0.0
-is x for every x, which +0.0 does not do for -0.0).
-A row too is all that is sent: DDP's reducer is not used. A communication hook of DDP would overlap the exchange with
-the last backward pass, but on CPUs the two compete for the same cores, and DDP rebuilds its buckets after the first
-step, which would change who sends what.
+A row is a flat vector of all gradients. For the first leaf of a pair autograd makes new tensors; it accumulates the
+second leaf into these. Their sum is then added to a waiting row, or begins a new one. So a pair costs three passes
+over a gradient, where a row per leaf would cost six, and the sum is already where the optimizer reads it. A parameter
+without a gradient has -0.0, the neutral element of IEEE addition: x + -0.0 is x for every x, but -0.0 + +0.0 is +0.0.
+Ranks send rows only; DDP's reducer is not used. A communication hook of DDP would overlap the exchange with the last
+backward pass, but on CPUs the two compete for the same cores. DDP also rebuilds its buckets after the first step,
+which would change the messages.
 
-Loss and votes travel beside the rows, each value from one rank or an integer, so that any order of summing gives the
-same bits. So do marks of who uses which parameter: one that no virtual rank uses keeps `.grad` None, as in one process.
+Loss and votes travel beside the rows. Each value comes from one rank or is an integer, so that any order of summing
+gives the same bits. So do the marks of used parameters: one that no virtual rank uses keeps `.grad` None, as in one
+process.
 
-BatchNorm: every micro-batch starts from the buffers before the step, and the change that it makes to each float buffer
-is weighted by its samples and summed in the same tree: running statistics move by the mean over the micro-batches of
-what each alone would have done. That is ghost batch normalization (Hoffer, Hubara, Soudry, "Train longer, generalize
-better", 2017) with ghost batches of B / V samples; it is defined without a world, it costs no message of its own, and
-a buffer that no forward pass writes keeps its bits. Counters (`num_batches_tracked`) take the change of the last
-virtual rank, which always has samples: one more per step. An empty micro-batch gives nothing to either.
+BatchNorm: every micro-batch starts from the buffers before the step. Its change of each float buffer is weighted by its
+samples and summed in the same tree. So running statistics move by the mean of the changes that each micro-batch alone
+would make. That is ghost batch normalization (Hoffer, Hubara, Soudry, "Train longer, generalize better", 2017) with
+ghost batches of B / V samples. It is independent of the world and costs no message, and a buffer that no forward pass
+writes keeps its bits. Counters (`num_batches_tracked`) take the change of the last virtual rank, which always has
+samples: one more per step. An empty micro-batch changes neither.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from elastic_train.world import World
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises: UsageError where the model has layers that compute across ranks, or is spread over devices."""
+    """Raises: UsageError: the model has layers that compute across ranks, or is spread over devices."""
     if len({parameter.device for parameter in model.parameters()}) > 1:
         raise UsageError(
             "--reduction ordered: the model is spread over several devices; use --reduction fast, in one worker"
@@ -78,24 +78,24 @@ def check_model(model: nn.Module) -> None:
 
 @dataclass
 class _Tally:
-    """What a rank's micro-batches leave beside gradients; the same on every rank once it is summed over them."""
+    """Results of a rank's micro-batches beside gradients; summed over the ranks, the same on each."""
 
     losses: Tensor
-    """sum over the samples of each virtual rank, float64; zero for those of other ranks"""
+    """sum over the samples of each virtual rank, float64; zero for virtual ranks of other ranks"""
     is_used: list[bool]
-    """whether a micro-batch gave a gradient to each parameter"""
+    """of each parameter, whether a micro-batch gave it a gradient"""
     counters: Tensor
-    """change of each counter in the last virtual rank, float64; zero on ranks that do not have it"""
+    """change of each counter in the last virtual rank, float64; zero on ranks without that virtual rank"""
 
 
 class OrderedReduction:
-    """The gradient of a step, the same bits for every world size.
+    """A `Reduction` whose gradient has the same bits for every world size.
 
-    Built alike on every rank of a world, whose models must be equal; nothing is broadcast here. Every rank's share of
-    a step is its block of virtual ranks, empty micro-batches included, as `StepSampler` gives it.
+    Every rank of a world builds it alike, from equal models; nothing is broadcast here. A rank's share of a step is
+    its block of virtual ranks, empty micro-batches included, as `StepSampler` yields it.
 
     Memory: at most log2(V) + 1 gradients beyond the one in `.grad`, for up to 97 virtual ranks and all powers of two,
-    and what is received of a chunk. One of them is there only within a step, the leaf that autograd is making.
+    and the received part of a chunk. One of these gradients, autograd's present leaf, exists only within a step.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class OrderedReduction:
         virtual_ranks: int,
         do: Callable[[Activity], None] = lambda _activity: None,
     ) -> None:
-        """`do` is told in every step when this rank begins to wait for others.
+        """`do` is called in every step when this rank begins to wait for its peers.
 
         Raises:
             UsageError: as `check_model`. RuntimeError: a peer is lost.
@@ -118,11 +118,11 @@ class OrderedReduction:
         self._device = device
         self._virtual_ranks = virtual_ranks
         self.exchange_seconds = 0.0
-        """spent so far between a rank's last backward pass and the finished gradient, waiting for others included"""
+        """total time between a rank's last backward pass and the finished gradient, waiting for peers included"""
         self._block = split(virtual_ranks, world.rank, world.world_size)
         self._buffers = Buffers(model)
         self._exchange = TreeExchange(world.rank, world.world_size, virtual_ranks)
-        # gloo moves CUDA tensors through the host one collective at a time, and not at all point to point.
+        # gloo moves CUDA tensors through the host one collective at a time, and has no CUDA point to point.
         self._is_staged = device.type == "cuda" and world.world_size > 1 and not _has_nccl()
         if device.type == "cuda" and world.world_size > 1 and not self._is_staged:
             self._exchange.connect(device)
@@ -134,18 +134,18 @@ class OrderedReduction:
 
     @property
     def memory_bytes(self) -> int:
-        """What is held between steps: rows, `.grad` among them, and where chunks are received."""
+        """Bytes held between steps: rows, `.grad` among them, and the buffers for received chunks."""
         rows = sum(flat.nbytes for row in self._rows for flat in row.flats)
         staging = sum(host.nbytes for host in self._staging.values())
         return rows + staging + self._exchange.memory_bytes
 
     def run(self, micro_batches: Share, loss: Loss, scale: Callable[..., Tensor], votes: Sequence[int]) -> StepTotals:
-        """As `Reduction.run`. When it raises, the model's buffers are those from before; `.grad` is garbage.
+        """As `Reduction.run`. When it raises, the model's buffers are restored, and `.grad` is garbage.
 
         Raises:
             RuntimeError: from the communication library, when a peer is lost.
-            UsageError: the model, or the loss, does what ordered reduction cannot follow; `--strict` forbids an
-                operator.
+            UsageError: the model or the loss does something that ordered reduction does not support; `--strict`
+                forbids an operator.
         """
         shards = [micro_batch.shard for micro_batch, _ in micro_batches]
         assert shards == list(range(*self._block)), f"virtual ranks {shards}, expected [{self._block})"
@@ -172,14 +172,14 @@ class OrderedReduction:
                 self._add_leaf(leaf, micro_batch, batch, loss, scale, tally)
             node, following = (shard, shard + 1), (shard + 1, shard + 2)
             if are_siblings(node, following, self._virtual_ranks) and shard + 1 < self._block[1]:
-                continue  # the next one is added to this
+                continue  # the next leaf is added to this one
             if shard > self._block[0] and are_siblings((shard - 1, shard), node, self._virtual_ranks):
                 node = (shard - 1, shard + 1)
             self._push_leaf(stack, node, leaf)
             leaf = Leaf([None] * len(self._parameters))
         result = stack[0][1]
         if not any(len(micro_batch.indices) for micro_batch, _ in micro_batches):
-            scale(torch.zeros((), device=self._device))  # a GradScaler, whose first step it is, begins here too
+            scale(torch.zeros((), device=self._device))  # initialises a GradScaler in its first step
         flags = torch.tensor([*votes, *tally.is_used], dtype=torch.float64, device="cpu").to(self._device)
         message = torch.cat([tally.losses, flags, tally.counters])
         self._do(Activity.REDUCE)
@@ -190,7 +190,7 @@ class OrderedReduction:
         loss_sum = tree_sum([next(entries) for _ in range(self._virtual_ranks)])
         totals = StepTotals(loss_sum / micro_batches[0][0].step_samples, tuple(int(next(entries)) for _ in votes))
         for parameter, grad in zip(self._parameters, result.grads, strict=True):
-            parameter.grad = grad if next(entries) else None  # an optimizer skips what nobody used
+            parameter.grad = grad if next(entries) else None  # an optimizer skips unused parameters
         self._buffers.move(result.changes, list(entries))
         return totals
 
@@ -210,11 +210,11 @@ class OrderedReduction:
         scale: Callable[..., Tensor],
         tally: _Tally,
     ) -> None:
-        """Forward and backward of one virtual rank; its gradient and its buffers' changes are added to `leaf`."""
+        """Run one virtual rank forward and backward; add its gradient and its buffers' changes to `leaf`."""
         for index, (parameter, grad) in enumerate(zip(self._parameters, leaf.grads, strict=True)):
-            # A sparse gradient is added when it is whole: into a dense one autograd would add it entry by entry.
+            # A sparse gradient is added when it is whole: autograd would add it into a dense one entry by entry.
             parameter.grad = None if index in leaf.sparse else grad
-        # A version counter of its own, by which one sees whether, and how often, autograd has added to a gradient.
+        # A tensor's version shows whether, and how often, autograd has added to a gradient.
         versions = [None if parameter.grad is None else parameter.grad._version for parameter in self._parameters]
         count = len(micro_batch.indices)
         weight = count / micro_batch.step_samples
@@ -231,13 +231,13 @@ class OrderedReduction:
             if version is None:
                 leaf.take(index, grad, seen)
             elif grad._version != version + 1:
-                # (left + a) + b for a right leaf, but left + (a + b) where the left one is on another rank.
+                # (left + a) + b for a right leaf here, but left + (a + b) if the left leaf is on another rank.
                 raise UsageError(
                     f"--reduction ordered: the gradient of {self._names[index]} was accumulated in several parts in "
                     "one backward pass, as checkpointing with use_reentrant=True does; take use_reentrant=False"
                 )
         for dtype, change in self._buffers.changes().items():
-            # Two operations: a fused multiply-add would round once less onto a left leaf than onto none.
+            # Two operations: a fused multiply-add would round once less with a left leaf than without.
             weighted = change.mul_(weight)
             leaf.changes[dtype] = leaf.changes[dtype].add_(weighted) if dtype in leaf.changes else weighted
         if micro_batch.shard == self._virtual_ranks - 1 and self._buffers.num_counters:
@@ -245,7 +245,7 @@ class OrderedReduction:
         self._buffers.restore()
 
     def _reduce(self, rows: list[Row], message: Tensor) -> Tensor:
-        """Completes the tree into the first row; the message summed over the ranks."""
+        """Complete the tree into the first row; return the message summed over the ranks."""
         if self._world.world_size == 1:
             return message
         if self._is_staged:
@@ -267,7 +267,7 @@ class OrderedReduction:
         return [self._staging[position, index] for index in range(len(partials))]
 
     def _follow_requires_grad(self) -> None:
-        """A task may freeze and thaw parameters between steps; it does so alike on every rank."""
+        """Drop the rows where a task has frozen or thawed parameters since the last step, alike on every rank."""
         named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         if len(named) == len(self._parameters) and all(
             ours is theirs for ours, (_, theirs) in zip(self._parameters, named, strict=True)

@@ -1,5 +1,5 @@
-"""What the tree adds: gradients of micro-batches as flat vectors, and with them how buffers have changed, BatchNorm's
-statistics among them."""
+"""Operands of the tree: gradients of micro-batches as flat vectors, and the changes of buffers (BatchNorm's statistics)
+with them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from elastic_train.errors import UsageError
 
 
 def make_writable(module: nn.Module) -> None:
-    """Of a buffer that `expand()` has made, several numbers are one in memory; torch refuses to write it, and so to put
-    it back. Give each number its place."""
+    """Copy each buffer that `expand()` has made, so that each element has its own memory. Torch refuses to write a
+    tensor whose elements share memory, so such a buffer could not be restored."""
     for layer in module.modules():
         for name, buffer in layer._buffers.items():
             if buffer is None or is_lazy(buffer) or buffer.layout is not torch.strided:
@@ -27,7 +27,7 @@ def make_writable(module: nn.Module) -> None:
 
 
 class Buffers:
-    """A model's buffers through one step: put back before every micro-batch, moved on at the end, or not at all."""
+    """A model's buffers through one step: restored before every micro-batch, and changed once at the step's end."""
 
     def __init__(self, model: nn.Module) -> None:
         self._floats: dict[torch.dtype, list[_Place]] = {}
@@ -40,7 +40,7 @@ class Buffers:
                     continue
                 seen.add(id(buffer))
                 place = _Place(module, name, f"{prefix}.{name}" if prefix else name)
-                if buffer.layout is not torch.strided:  # a sparse one: the matrix of a graph, say
+                if buffer.layout is not torch.strided:  # sparse, such as the matrix of a graph
                     self._constants.append(place)
                 elif buffer.is_floating_point():
                     self._floats.setdefault(buffer.dtype, []).append(place)
@@ -73,7 +73,7 @@ class Buffers:
         self._versions = [self._tensors[place]._version for place in self._constants]
 
     def restore(self) -> None:
-        """The very tensors that were there at `save`, with their values of then."""
+        """Put back the same tensors as at `save`, with their values of then."""
         changing = [*self._averaged, *self._counters]
         for place in changing:
             if place.get() is not self._tensors[place]:
@@ -82,13 +82,13 @@ class Buffers:
             torch._foreach_copy_([self._tensors[place] for place in changing], self._values)
 
     def changes(self) -> dict[torch.dtype, Tensor]:
-        """What has changed since `save` in the float buffers, one flat tensor per data type.
+        """Return the changes of the float buffers since `save`, one flat tensor per data type.
 
         Raises:
-            UsageError: a buffer has changed in a way that cannot be averaged, or is new.
+            UsageError: a buffer is new, or its change cannot be averaged.
         """
         if self._num_saves == 1 and (new := sorted(_saved_names(self._model) - self._saved_names)):
-            # Nobody would put it back before the next micro-batch in this world, and all in the next one.
+            # It would not be restored before each micro-batch in this world, but would be in the next one.
             raise UsageError(
                 f"--reduction ordered: a forward pass made the buffer {new[0]}, which is none of the model that a "
                 "newcomer, or a restart, begins with: make it in the constructor (with persistent=False a cache may "
@@ -111,12 +111,12 @@ class Buffers:
         changes = {}
         for dtype, places in self._floats.items():
             now, saved = self._concatenated(places), self._flat[dtype]
-            # Not `now - saved` alone: a mask holds infinities, whose difference is NaN.
+            # Not only `now - saved`: a mask holds infinities, whose difference is NaN.
             changes[dtype] = (now - saved).masked_fill_(now == saved, 0.0)
         return changes
 
     def counter_changes(self) -> Tensor:
-        """What has changed since `save` in each counter, as float64."""
+        """Return the change of each counter since `save`, as float64."""
         saved = self._values[len(self._averaged) :]
         return torch.stack(
             [(place.get().long() - value.long()).double().reshape(()) for place, value in zip(
@@ -124,7 +124,7 @@ class Buffers:
         )  # fmt: skip
 
     def move(self, changes: dict[torch.dtype, Tensor], counter_changes: Sequence[float]) -> None:
-        """The buffers of `save`, changed by this."""
+        """Restore the buffers of `save`, and add these changes to them."""
         self.restore()
         for dtype, places in self._floats.items():
             torch._foreach_add_([self._tensors[place] for place in places], self._cut(changes[dtype], places))
@@ -136,14 +136,14 @@ class Buffers:
         return torch.cat([place.get().detach().reshape(-1) for place in places])
 
     def _cut(self, flat: Tensor, places: Sequence[_Place]) -> list[Tensor]:
-        """Views of `flat` in the shapes of buffers."""
+        """Return views of `flat` in the buffers' shapes."""
         tensors = [self._tensors[place] for place in places]
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _saved_names(model: nn.Module) -> set[str]:
-    """Of the buffers that are in its state dict."""
+    """Return the names of the buffers that are in the model's state dict."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -153,7 +153,7 @@ def _saved_names(model: nn.Module) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where a module keeps a buffer; a forward pass may put another tensor there."""
+    """A buffer's place in its module; a forward pass may put another tensor there."""
 
     module: nn.Module
     name: str
@@ -169,7 +169,7 @@ class _Place:
 
 
 ALIGNMENT_BYTES = 64
-"""where a gradient starts in a row: as aligned as a tensor of its own, for the kernels that look at it"""
+"""of a gradient's start in a row: the same as of a separate tensor, because some kernels choose by it"""
 
 
 class Row:
@@ -178,12 +178,12 @@ class Row:
     def __init__(
         self, parameters: Sequence[nn.Parameter], changes: dict[torch.dtype, int], device: torch.device
     ) -> None:
-        """`changes`: elements of the float buffers, by data type."""
+        """`changes`: number of elements of the float buffers, by data type."""
         dtypes = list(dict.fromkeys([*(parameter.dtype for parameter in parameters), *changes]))
         grads: dict[int, Tensor] = {}
         self.flats: list[Tensor] = []
         self.changes: dict[torch.dtype, Tensor] = {}
-        """views, like `grads`"""
+        """views of `flats`, by data type"""
         for dtype in dtypes:
             members = [index for index, parameter in enumerate(parameters) if parameter.dtype == dtype]
             sizes = [*(parameters[index].numel() for index in members), changes.get(dtype, 0)]
@@ -196,10 +196,10 @@ class Row:
             if dtype in changes:
                 self.changes[dtype] = flat[starts[-1] : starts[-1] + changes[dtype]]
         self.grads = [grads[index] for index in range(len(parameters))]
-        """views, one per parameter"""
+        """views of `flats`, one per parameter"""
 
     def begin(self, leaf: Leaf) -> Row:
-        """`leaf` takes the place of whatever was here."""
+        """Overwrite the row with `leaf`, and return the row."""
         used = [(view, grad) for view, grad in zip(self.grads, leaf.grads, strict=True) if grad is not None]
         if used:
             torch._foreach_copy_([view for view, _ in used], [grad for _, grad in used])
@@ -229,31 +229,31 @@ class Row:
 
 @dataclass
 class Leaf:
-    """The gradient of one virtual rank, or of two neighbours, in the tensors that autograd has made."""
+    """The gradient of one virtual rank, or of two neighbours, in autograd's own tensors."""
 
     grads: list[Tensor | None]
-    """by parameter; None where it was not used"""
+    """by parameter; None for an unused one"""
     changes: dict[torch.dtype, Tensor] = field(default_factory=dict)
-    """of the float buffers, weighted; empty where no sample was"""
+    """weighted changes of the float buffers; empty without samples"""
     sparse: set[int] = field(default_factory=set)
-    """the parameters whose gradients autograd gives as sparse tensors"""
+    """indices of parameters with sparse gradients"""
 
     def take(self, index: int, grad: Tensor, seen: set[int]) -> None:
-        """A gradient that autograd has just made for a parameter. `seen`: the storages of this backward pass."""
+        """Store a gradient that autograd has just made. `seen`: storages already stored in this backward pass."""
         if grad.is_sparse:
             self.sparse.add(index)
             left, dense = self.grads[index], grad.to_dense()
             self.grads[index] = dense if left is None else left.add_(dense)
             return
-        # Gradients can be views of one tensor (of parameters that were stacked) or one and the same (of a sum): what
-        # is added to one of them must not show in another.
+        # Gradients can be views of one tensor (stacked parameters) or the same tensor (a sum): an addition to one
+        # must not change another.
         storage = grad.untyped_storage().data_ptr()
         self.grads[index] = grad.clone() if storage in seen else grad
         seen.add(storage)
 
 
 def _view_like(flat: Tensor, parameter: Tensor) -> Tensor:
-    """A view of the beginning of `flat` with the parameter's shape, and its memory format where it has one."""
+    """Return a view of the beginning of `flat` with the parameter's shape and channels-last format, if it has that."""
     start = flat[: parameter.numel()]
     if parameter.dim() in (4, 5) and not parameter.is_contiguous():
         memory_format = torch.channels_last if parameter.dim() == 4 else torch.channels_last_3d
@@ -263,12 +263,12 @@ def _view_like(flat: Tensor, parameter: Tensor) -> Tensor:
 
 
 def made_with_nan(module: nn.Module) -> set[str]:
-    """Names of its buffers that hold NaN when it is made: it is there by design, while that in others is damage, as in
-    weights. Blocks for the device."""
+    """Return the names of buffers that hold NaN now, when the module is new: by design. NaN that comes later, or in
+    weights, is damage. Blocks for the device."""
     buffers = module.named_buffers(remove_duplicate=False)
     return {name for name, buffer in buffers if not is_lazy(buffer) and _has_nan(buffer)}
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
-    """Whether one of its numbers is NaN. Blocks for the tensor's device."""
+    """Return whether an element is NaN. Blocks for the tensor's device."""
     return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().sum())  # sparse has no any()

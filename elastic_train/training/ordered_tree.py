@@ -1,4 +1,4 @@
-"""The tree that fixes the order of additions, and how its values travel between ranks."""
+"""The tree that fixes the order of additions, and the exchange of its values between ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from elastic_train.training.collectives import exchange
 from elastic_train.training.sampler import split
 
 CHUNK_ELEMENTS = 4 * 2**20
-"""of a row that are exchanged at a time, which bounds what is received and has not been added yet"""
+"""elements of a row per exchange; this bounds the memory for received values"""
 
 
 SMALL_ELEMENTS = 2**18
-"""received by a rank at most, of each partial sum, where a chunk is not sliced"""
+"""most elements that a rank receives of each partial sum if a chunk is not sliced"""
 
 
 T = TypeVar("T")
@@ -27,14 +27,14 @@ Node = tuple[int, int]
 
 
 def are_siblings(left: Node, right: Node, num_leaves: int) -> bool:
-    """Whether the fixed tree over `num_leaves` adds these two."""
+    """Return whether the fixed tree over `num_leaves` adds these two nodes."""
     size = left[1] - left[0]
     is_left_child = size & (size - 1) == 0 and left[0] % (2 * size) == 0
     return is_left_child and right == (left[1], min(left[1] + size, num_leaves)) and right[0] < right[1]
 
 
 def push(stack: list[tuple[Node, T]], node: Node, value: T, num_leaves: int, add: Callable[[T, T], T]) -> None:
-    """Put the next node to the right on `stack`, adding what the tree adds; `add(left, right)` gives the sum."""
+    """Push the next node to the right, and make all sums of the tree that this allows, with `add(left, right)`."""
     while stack and are_siblings(stack[-1][0], node, num_leaves):
         (start, _), left = stack.pop()
         node, value = (start, node[1]), add(left, value)
@@ -42,7 +42,7 @@ def push(stack: list[tuple[Node, T]], node: Node, value: T, num_leaves: int, add
 
 
 def subtrees(start: int, stop: int, num_leaves: int) -> list[Node]:
-    """The largest subtrees that lie in the leaves [start, stop), from left to right."""
+    """Return the largest subtrees within the leaves [start, stop), from left to right."""
     stack: list[tuple[Node, None]] = []
     for leaf in range(start, stop):
         push(stack, (leaf, leaf + 1), None, num_leaves, lambda left, right: None)
@@ -61,7 +61,7 @@ Transport = Callable[[Sequence[tuple[Tensor, int]], Sequence[tuple[Tensor, int]]
 
 
 class TreeExchange:
-    """Completes the tree over all ranks' partial sums."""
+    """The exchange that completes the tree over all ranks' partial sums."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class TreeExchange:
             for owner in range(world_size)
             for node in subtrees(*split(num_leaves, owner, world_size), num_leaves)
         ]
-        # Nearest neighbour to the right first, so that not all ranks send to the same one at once.
+        # Nearest neighbour to the right first, so that the ranks do not all send to the same one at once.
         self._peers = [(rank + distance) % world_size for distance in range(1, world_size)]
         self._received: dict[torch.dtype, Tensor] = {}
 
@@ -90,20 +90,20 @@ class TreeExchange:
         return sum(buffer.nbytes for buffer in self._received.values())
 
     def connect(self, device: torch.device) -> None:
-        """NCCL connects two ranks in their first messages, and a rank that is late there by more than its timeout, by a
-        first batch or a compilation, would be a lost one: so these come now. Every rank calls it."""
+        """Exchange a first message with every rank; every rank calls it. NCCL connects two ranks in their first
+        message. Later, a rank delayed beyond NCCL's timeout by a first batch or a compilation would count as lost."""
         ones, received = torch.ones(1, device=device), torch.empty(self._world_size, device=device)
         self._transport(
             [(ones, peer) for peer in self._peers], [(received[peer : peer + 1], peer) for peer in self._peers]
         )
 
     def complete(self, partials: Sequence[Tensor], message: Tensor | None = None) -> None:
-        """The sum over all leaves, in place of this rank's first partial sum; every rank calls it.
+        """Replace this rank's first partial sum by the sum over all leaves; every rank calls it.
 
         Args:
             partials: the sum of each of this rank's subtrees, from left to right, as flat tensors of one length, the
                 same on every rank. All but the first are left with garbage.
-            message: a flat tensor that goes along; the sum over the ranks takes its place, added in no fixed order.
+            message: a flat tensor that travels along; replaced by its sum over the ranks, in no fixed order.
         """
         for start in range(0, max(1, partials[0].numel()), self._chunk):
             self._complete_chunk([partial[start : start + self._chunk] for partial in partials], message)
@@ -111,7 +111,7 @@ class TreeExchange:
 
     def _complete_chunk(self, partials: list[Tensor], message: Tensor | None) -> None:
         result, rank = partials[0], self._rank
-        # A small chunk is added up whole by everybody: more bytes, but one exchange less to wait for.
+        # Every rank adds up the whole of a small chunk: more bytes, but one exchange less.
         is_small = result.numel() * (self._world_size - 1) <= SMALL_ELEMENTS
         length = result.numel()
         bounds = [
@@ -119,7 +119,7 @@ class TreeExchange:
         ]
 
         def part(tensor: Tensor, peer: int) -> Tensor:
-            """Of a chunk, what rank `peer` adds up."""
+            """Return the slice of a chunk that rank `peer` adds up."""
             start, stop = bounds[peer]
             return tensor[start:stop]
 
@@ -141,13 +141,13 @@ class TreeExchange:
             value = part(next(own), rank) if owner == rank else next(others)
             push(stack, node, value, self._num_leaves, lambda left, right: left.add_(right))
         target = part(result, rank)
-        if rank > 0:  # else the leftmost operand, in which sums are made, is the target
+        if rank > 0:  # on rank 0 the target is the leftmost operand, in which sums are made
             target.copy_(stack[0][1])
         if not is_small:
             self._move([(target, peer) for peer in self._peers], [(part(result, peer), peer) for peer in self._peers])
 
     def _slots(self, part: Tensor, count: int) -> list[Tensor]:
-        """Where `count` partial sums of `part` are received."""
+        """Return receive buffers for `count` partial sums like `part`."""
         buffer = self._received.get(part.dtype)
         if buffer is None or buffer.numel() < count * part.numel():
             buffer = self._received[part.dtype] = part.new_empty(count * part.numel())
