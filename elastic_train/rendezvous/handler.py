@@ -1,10 +1,10 @@
 """torchrun's rendezvous handler for programs of this package, under `--rdzv-backend=c10d` and `etcd3`.
 
-Membership belongs to the workers. Each agent gets a world of its own node at once, and nothing that happens elsewhere
-reaches it: a join restarts no worker.
+The workers manage membership. Each agent gets a world of its own node at once, and never learns of events on other
+nodes. So a join restarts no worker.
 
-Under etcd3 `--rdzv-conf membership=...` chooses: `workers`, the default for programs of this package, or `agents`, the
-default for every other program, which is an ordinary torchrun rendezvous (etcd_handler.py).
+Under etcd3 `--rdzv-conf membership=...` selects the mode. `workers` is the default for programs of this package.
+`agents`, the default for every other program, is an ordinary torchrun rendezvous (etcd_handler.py).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from elastic_train.rendezvous.launch import (
 
 MODES = ("workers", "agents")
 LEASE_SECONDS, READ_SECONDS = 10.0, 60.0
-"""of agents, where --rdzv-conf does not say"""
+"""of agents, if --rdzv-conf does not give them"""
 TORCHRUNS_LAST_CALL = 30.0
-"""seconds; what users of torchrun's own rendezvous know: in mode `agents` a late node restarts everybody"""
+"""seconds, as in torchrun's own rendezvous: in mode `agents` a late node restarts all workers"""
 MASTER_ADDR = "workers-meet-by-themselves.elastic-train.invalid"
-"""resolves nowhere: a script that calls init_process_group() by itself would else train on every node for itself"""
+"""resolves nowhere; with a real address a script that calls init_process_group() would train on each node alone"""
 MASTER_PORT = "none: elastic_train makes the process group; call elastic_train.run() in place of init_process_group()"
-"""no number: torch would look for the name again and again, for half an hour; so it quotes this at once"""
+"""no number, so that torch quotes this at once; with a number it would look the name up again for half an hour"""
 C10D_KEYS = ("last_call_timeout", "join_timeout", "is_host", "store_type")
 """keys of --rdzv-conf that have a meaning under c10d"""
 TRUE, FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
@@ -54,7 +54,7 @@ TRUE, FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 
 
 def create_c10d_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Create the handler of `torchrun --rdzv-backend=c10d`. A mistake in its options ends the process with a line."""
+    """Create the handler of `torchrun --rdzv-backend=c10d`. A wrong option ends the process with an error line."""
     try:
         settings = read_c10d_settings(
             parameters.endpoint, parameters.config, min_nodes=parameters.min_nodes, max_nodes=parameters.max_nodes
@@ -69,7 +69,7 @@ def create_c10d_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Create the handler of `torchrun --rdzv-backend=etcd3`. A mistake in its options ends the process with a line."""
+    """Create the handler of `torchrun --rdzv-backend=etcd3`. A wrong option ends the process with an error line."""
     try:
         mode = choose_mode(parameters.config, agent_arguments(sys.orig_argv), os.environ)
         settings = EtcdSettings.from_torchrun(
@@ -99,10 +99,10 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 def create_fixed_handler(
     parameters: RendezvousParameters, of_torch: Callable[[RendezvousParameters], RendezvousHandler]
 ) -> RendezvousHandler:
-    """Create the handler of another backend by `of_torch`. One that cannot be had ends the process with a line.
+    """Create the handler of another backend by `of_torch`. An unavailable backend ends the process with an error line.
 
-    A world of torch's own rendezvous stays as it was when it began. Where torchrun is told a range of nodes, as it is
-    for elastic training, a line says so: without --rdzv-backend torchrun takes static rendezvous, and waits for all.
+    The world of torch's own rendezvous never changes. For a range of nodes, as in elastic training, a line warns of
+    that: without --rdzv-backend torchrun takes static rendezvous, and waits for all nodes.
     """
     low, high = parameters.min_nodes, parameters.max_nodes
     if parameters.backend == "static" and low < high:
@@ -118,10 +118,10 @@ def create_fixed_handler(
 
 
 def choose_mode(conf: Mapping[str, Any], arguments: list[str] | None, environ: Mapping[str, str]) -> str:
-    """`membership` of --rdzv-conf, else by what is launched.
+    """Return `membership` of --rdzv-conf, or else the default for the launched program.
 
     Raises:
-        UsageError: it is neither of the two.
+        UsageError: `membership` is not in `MODES`.
     """
     given = conf.get("membership")
     if given is None:
@@ -135,7 +135,7 @@ def read_c10d_settings(endpoint: str, conf: Mapping[str, object], *, min_nodes: 
     """Read `--rdzv-endpoint` and `--rdzv-conf`.
 
     Raises:
-        UsageError: a value cannot be read, or cannot be served.
+        UsageError: a value is malformed or not supported.
     """
     store_type = str(conf.get("store_type", "tcp")).strip().lower()
     if store_type != "tcp":
@@ -154,13 +154,13 @@ def read_c10d_settings(endpoint: str, conf: Mapping[str, object], *, min_nodes: 
 
 
 def keys_without_meaning(conf: Mapping[str, object]) -> list[str]:
-    """The keys of `--rdzv-conf` that the user gave and that nothing reads under c10d."""
-    # torchrun adds `timeout` by itself, as a number; what a user gives is text.
+    """Return the user's keys of `--rdzv-conf` that have no effect under c10d."""
+    # torchrun adds `timeout` by itself, as a number; a user's values are text.
     return [key for key, value in conf.items() if key not in C10D_KEYS and isinstance(value, str)]
 
 
 def announcement(where: str, settings: C10dSettings | EtcdSettings) -> str | None:
-    """What an agent tells the person in front of it; None where the job has one node."""
+    """Return the line that an agent prints for the user; None if the job has one node."""
     min_nodes, max_nodes, last_call = settings.min_nodes, settings.max_nodes, settings.last_call
     if max_nodes == 1:
         return None
@@ -179,7 +179,7 @@ def announcement(where: str, settings: C10dSettings | EtcdSettings) -> str | Non
 def _workers_handler(
     parameters: RendezvousParameters, where: str, variable: str, settings: C10dSettings | EtcdSettings
 ) -> WorkersHandler:
-    """Hand the settings to the workers. Here and not in the hook: torch may log that the hook failed, and go on."""
+    """Pass the settings to the workers, and create the handler. Not in the hook: torch may log its error and go on."""
     address = _given_address(parameters)
     line = announcement(where, settings)
     if line is not None:
@@ -193,8 +193,8 @@ def _workers_handler(
 
 
 def _given_address(parameters: RendezvousParameters) -> str | None:
-    """The IP address of --local-addr, if it says one that others can reach; a mistake in it ends the process with a
-    line. Blocks as `look_up`."""
+    """Return the IP address of --local-addr, if it is one that other nodes can reach. A wrong value ends the process
+    with an error line. Blocks as `look_up`."""
     try:
         return own_address(parameters.local_addr) if parameters.local_addr else None
     except ValueError as error:
@@ -213,7 +213,7 @@ def _exit(error: UsageError) -> NoReturn:
 
 
 class WorkersHandler(RendezvousHandler):
-    """A rendezvous of one node: it is complete at once, nobody ever joins it, and its end concerns nobody else."""
+    """A rendezvous of one node: complete at once, never joined by another node, and closed without effect elsewhere."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._parameters = parameters
@@ -227,18 +227,18 @@ class WorkersHandler(RendezvousHandler):
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return at once. A restarted set of workers is a new node to the workers elsewhere."""
+        """Return at once. After a restart the workers have a new node id: to their peers they are a new node."""
         if self._has_started_workers:
             os.environ[NODE_VARIABLE] = _new_node_id()
         self._has_started_workers = True
-        no_port = cast(int, MASTER_PORT)  # the agent makes text of it, for the worker's environment
+        no_port = cast(int, MASTER_PORT)  # the agent converts it to text, for the worker's environment
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(MASTER_ADDR, no_port))
 
     def is_closed(self) -> bool:
         return False
 
     def set_closed(self) -> None:
-        """Nothing to close: others may come and go."""
+        """Do nothing: other nodes may come and go."""
 
     def num_nodes_waiting(self) -> int:
         return 0

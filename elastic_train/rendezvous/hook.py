@@ -1,10 +1,10 @@
 """The hook in torchrun's agents.
 
-The entry-point group `torchrun.handlers` is loaded by every torchrun process, whatever the rendezvous backend.
-`prepare_agent` uses it, only when the launched program is ours, to answer `--rdzv-backend=c10d` with a rendezvous of
-its own node (handler.py). The workers of all nodes then find each other by themselves.
+Every torchrun process loads the entry-point group `torchrun.handlers`, with any rendezvous backend. If the launched
+program is ours, `prepare_agent` uses this to answer `--rdzv-backend=c10d` with a rendezvous of this node alone
+(handler.py). The workers of all nodes then find each other by themselves.
 
-The agent hands what it knows to its workers in environment variables; `Launch` reads them there.
+The agent passes its settings to its workers in environment variables; `Launch` reads them there.
 
 This module imports nothing heavy at module level: agents load it before anything else.
 """
@@ -22,16 +22,16 @@ from elastic_train.rendezvous.launch import MARKERS, NAME_LOOKUP_OPTIONS
 from elastic_train.system import AGENT_VARIABLE, name_of_process
 
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-"""torch's: those for which its agent ends the workers"""
+"""torch's variable: the signals on which its agent ends the workers"""
 
 
 def prepare_agent() -> Any:
-    """Entry point of `torchrun.handlers`: prepares this process if it is an agent that launches our program.
+    """Prepare this process if it is an agent that launches our program. Entry point of `torchrun.handlers`.
 
-    Returns a creator, as the entry-point contract wants it; its backend name is not for use.
+    Returns a creator, as the entry-point contract demands, but of no usable backend.
     """
     if launches_elastic_train(agent_arguments(sys.orig_argv), os.environ):
-        from torch.distributed.elastic.rendezvous import registry  # loaded by now: its package is what calls this
+        from torch.distributed.elastic.rendezvous import registry  # already loaded: its package calls this function
 
         os.environ.setdefault("RES_OPTIONS", NAME_LOOKUP_OPTIONS)
         answer_c10d(registry)
@@ -41,8 +41,8 @@ def prepare_agent() -> Any:
 def answer_c10d(registry: Any) -> None:
     """Answer `--rdzv-backend=c10d` with our handler, for the rest of this process.
 
-    torch's launcher asks this function of this module for its handler. `register` refuses a second creator for c10d;
-    rewriting `sys.argv` would miss the PET_ variables and callers of `torch.distributed.run.run(args)`.
+    torch's launcher gets its handler from `registry.get_rendezvous_handler`, which this replaces. `register` refuses a
+    second creator for c10d. Rewriting `sys.argv` would miss PET_ variables and callers of `torch.distributed.run.run`.
 
     Args:
         registry: the module `torch.distributed.elastic.rendezvous.registry`.
@@ -50,14 +50,14 @@ def answer_c10d(registry: Any) -> None:
     of_torch = registry.get_rendezvous_handler
 
     def get_rendezvous_handler(params: Any) -> Any:
-        for marker in MARKERS:  # an agent that a worker of another job has started inherits that job's
+        for marker in MARKERS:  # an agent started by a worker of another job inherits that job's markers
             os.environ.pop(marker, None)
         os.environ[AGENT_VARIABLE] = name_of_process(os.getpid())
         keep_nohup(os.environ)
-        is_of_one = has_free_port(params.endpoint) and params.min_nodes == 1  # else it would wait in vain
+        is_of_one = has_free_port(params.endpoint) and params.min_nodes == 1  # with more nodes torch would wait in vain
         if params.backend == "etcd3" or (params.backend == "c10d" and is_of_one):
             return of_torch(params)
-        from elastic_train.rendezvous import handler  # heavy, and only for those who asked for it
+        from elastic_train.rendezvous import handler  # heavy: imported only where it is needed
 
         if params.backend == "c10d":
             return handler.create_c10d_handler(params)
@@ -67,8 +67,8 @@ def answer_c10d(registry: Any) -> None:
 
 
 def keep_nohup(environ: MutableMapping[str, str]) -> None:
-    """Where this process ignores SIGHUP, as nohup leaves it, have torch leave it so: it would handle the signal, and
-    end all workers with it. torch has set the variable by now, and reads it when it starts workers."""
+    """Keep SIGHUP ignored where this process ignores it, as under nohup; torch would handle it, and end all workers.
+    torch has set the variable by now, and reads it when it starts workers."""
     if SIGNALS_VARIABLE in environ and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         names = environ[SIGNALS_VARIABLE].split(",")
         environ[SIGNALS_VARIABLE] = ",".join(name for name in names if name.strip() != "SIGHUP")
@@ -79,10 +79,10 @@ def refuse_as_backend(_parameters: Any) -> Any:
 
 
 def etcd3_backend() -> Any:
-    """Entry point `etcd3` of `torchrun.handlers`: what makes the handler of `--rdzv-backend=etcd3`."""
+    """Return the creator of handlers for `--rdzv-backend=etcd3`. Entry point `etcd3` of `torchrun.handlers`."""
 
     def create(parameters: Any) -> Any:
-        from elastic_train.rendezvous.handler import create_handler  # heavy, and only for those who asked for it
+        from elastic_train.rendezvous.handler import create_handler  # heavy: imported only where it is needed
 
         return create_handler(parameters)
 

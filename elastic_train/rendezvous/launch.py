@@ -1,6 +1,6 @@
 """How a worker was started, from the environment that its launcher gives it.
 
-Agents import it too, before anything else: nothing heavy at module level.
+Agents import this module too, before anything else: nothing heavy at module level.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from elastic_train.rendezvous.command_line import (
 from elastic_train.rendezvous.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
 from elastic_train.rendezvous.slurm import torchrun_variables
 
-if TYPE_CHECKING:  # the agent, which reads this module too, needs no world
+if TYPE_CHECKING:  # the agent, which imports this module too, needs no world
     from elastic_train.world import World
 
 LAST_CALL_SECONDS = 2.0
-"""how long a first world below --nnodes' maximum waits for more nodes, where the user gives no last_call_timeout"""
+"""how long a first world below --nnodes' maximum waits for more nodes; the default of last_call_timeout"""
 JOIN_SECONDS = 600.0
 """torchrun's own default of join_timeout"""
 NAME_LOOKUP_OPTIONS = "timeout:1 attempts:1"
-"""RES_OPTIONS (resolv.conf(5)) of agents and workers: every connection to a TCPStore looks the peer's name up, on the
-one thread that serves everybody, and a name server that does not answer must not hold a world up for its usual 5 s"""
+"""RES_OPTIONS (resolv.conf(5)) of agents and workers: a TCPStore looks up the peer's name for every connection, on the
+one thread that serves all clients. A name server that does not answer must not delay a world for the usual 5 s."""
 C10D_VARIABLE = "ELASTIC_TRAIN_C10D"
 MIN_NODES_VARIABLE = "ELASTIC_TRAIN_MIN_NODES"
 NODE_VARIABLE = "ELASTIC_TRAIN_NODE"
 ADDRESS_VARIABLE = "ELASTIC_TRAIN_ADDRESS"
 MARKERS = (C10D_VARIABLE, SETTINGS_VARIABLE, MIN_NODES_VARIABLE, NODE_VARIABLE, ADDRESS_VARIABLE)
-"""what an agent sets for its workers"""
+"""variables that an agent sets for its workers"""
 NO_PLUG_IN = (
     "the torchrun plug-in of elastic_train is missing (pip install it on every node), or did not see that the program "
     "is ours (set ELASTIC_TRAIN=1)"
@@ -49,7 +49,7 @@ NO_PLUG_IN = (
 
 @dataclass(frozen=True)
 class C10dSettings:
-    """What an agent's command line says of a c10d rendezvous; its workers find each other by it."""
+    """The c10d rendezvous of an agent's command line, by which the workers find each other."""
 
     endpoints: tuple[str, ...]
     """HOST:PORT of --rdzv-endpoint, one or several"""
@@ -60,7 +60,7 @@ class C10dSettings:
     is_host: bool | None = None
     """whether this node hosts the first endpoint; None: decided by the host's name"""
     join_timeout: float = JOIN_SECONDS
-    """seconds in which a first world has to form, and in which somebody has to answer at an endpoint"""
+    """seconds within which a first world must form, and within which an endpoint must answer"""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -83,42 +83,42 @@ class Launch:
     run_id: str = "none"
     restart_count: int = 0
     step: str = ""
-    """of the steps that srun has started in one job, which have one run id, which; "" without srun"""
+    """id of the srun step, which tells apart steps of one job: they share its run id; "" without srun"""
     agent_pid: int | None = None
     """pid of the torchrun process on this node; None without torchrun"""
     agent_arguments: list[str] | None = None
-    """on its command line; None where that cannot be seen"""
+    """arguments on the agent's command line; None if they cannot be read"""
     min_nodes: int = 1
     """fewest nodes that may train, by --nnodes"""
     master: tuple[str, int] | None = None
-    """MASTER_ADDR and MASTER_PORT, where the workers of a fixed world find each other; None in another one"""
+    """MASTER_ADDR and MASTER_PORT, where the workers of a fixed world find each other; None in an open world"""
     is_agent_store: bool = False
-    """whether an agent serves the store at `master`; else rank 0 has to"""
+    """whether an agent serves the store at `master`; if not, rank 0 must"""
     c10d: C10dSettings | None = None
     """where workers of all nodes find each other; rank, world_size and num_nodes are then those of this node alone"""
     etcd: EtcdSettings | None = None
-    """the same in a cluster of etcd; a world with neither is fixed, and rank, world_size and num_nodes are its own"""
+    """the same in an etcd cluster; without either the world is fixed, and rank, world_size and num_nodes are its own"""
     node_id: str = ""
-    """what the workers of this node have in common and no other node has; set with `c10d` and with `etcd`"""
+    """id that this node's workers share and no other node has; set with `c10d` and with `etcd`"""
     shutdown_seconds: float | None = None
-    """from a signal to SIGKILL, where the agent was told by --shutdown-timeout"""
+    """from a signal to SIGKILL, if the agent got --shutdown-timeout"""
     local_address: str | None = None
-    """IP address by which the others reach this node, where --local-addr says it"""
+    """IP address by which other nodes reach this node, if --local-addr gives one"""
 
     @property
     def is_open(self) -> bool:
-        """Whether nodes may join, and come back; else a launcher has fixed the world."""
+        """Whether nodes may join and come back; if not, a launcher has fixed the world."""
         return self.c10d is not None or self.etcd is not None
 
     def variables_in(self, world: World) -> dict[str, str]:
-        """What torchrun's variables say of this worker in `world`; none where no launcher has started it.
+        """Return torchrun's variables for this worker in `world`; none if no launcher started this worker.
 
-        Place and size of its node stay what the launcher has said: they choose a device. An agent has set LOCAL_RANK
-        itself, as its script expects it. A spare's rank is one that no worker has.
+        The worker's place in its node and the node's size stay the launcher's, because they choose a device. An agent
+        has already set LOCAL_RANK, as its script expects it. A spare's rank is one that no worker has.
         """
         if self.master is None and not self.is_open:
             return {}
-        nodes = list(dict.fromkeys(member.node for member in world.members))  # those of the workers come first
+        nodes = list(dict.fromkeys(member.node for member in world.members))  # nodes of workers first, then of spares
         rank, size = str(world.rank), str(world.world_size)
         return {
             "RANK": rank,
@@ -133,14 +133,14 @@ class Launch:
 
     @staticmethod
     def from_environment(environ: Mapping[str, str], store_endpoint: str | None) -> Launch:
-        """Read torchrun's variables, or those of srun. Without them (no RANK): a world of one.
+        """Read the variables of torchrun or srun. Without RANK the world has one worker.
 
         Raises:
             FormationFailed: torchrun's own c10d rendezvous has joined several nodes.
             UsageError: `store_endpoint` is not HOST:PORT.
         """
         agent_pid, arguments = None, None
-        if "TORCHELASTIC_RUN_ID" in environ:  # not srun, nor another launcher
+        if "TORCHELASTIC_RUN_ID" in environ:  # set by torchrun alone
             agent_pid, arguments = agent_above(os.getppid()) or (os.getppid(), None)
         of_srun = torchrun_variables(environ)
         environ = {**environ, **of_srun}
@@ -153,7 +153,7 @@ class Launch:
         return Launch(
             rank=int(environ["RANK"]),
             world_size=int(environ["WORLD_SIZE"]),
-            # torchrun's --virtual-local-rank has LOCAL_RANK=0 for every worker of a node
+            # torchrun's --virtual-local-rank sets LOCAL_RANK=0 for every worker of a node
             local_rank=int(environ["RANK"] if is_own_node else environ.get("LOCAL_RANK", "0")),
             local_world_size=int(environ.get("LOCAL_WORLD_SIZE", "1")),
             num_nodes=int(environ.get("GROUP_WORLD_SIZE", "1")),
@@ -176,10 +176,10 @@ class Launch:
 def c10d_settings(
     environ: Mapping[str, str], arguments: list[str] | None, store_endpoint: str | None
 ) -> C10dSettings | None:
-    """What the agent says of the c10d rendezvous, with --store-endpoint in place of its endpoints.
+    """Return the agent's settings of the c10d rendezvous; --store-endpoint replaces their endpoints.
 
-    A bare clone on PYTHONPATH has no hook in the agent. A node that torchrun's own c10d then starts alone is a fixed
-    world, or by --store-endpoint one of several.
+    With a bare clone on PYTHONPATH the agent has no hook, and torchrun's own c10d starts the workers. One node alone is
+    then a fixed world; with --store-endpoint it is one node of several.
 
     Raises:
         FormationFailed: without the hook, torchrun's own c10d rendezvous has joined several nodes.
@@ -203,7 +203,7 @@ def c10d_settings(
 
 
 def alone_warning(launch: Launch, environ: Mapping[str, str]) -> str | None:
-    """Where torchrun's own c10d rendezvous has started this node, and no other one can come."""
+    """Return a warning if torchrun's own c10d rendezvous has started this node, so that no other node can join."""
     arguments = None if launch.is_open else launch.agent_arguments
     if arguments is None or not asks_for_c10d(arguments, environ) or max_nodes_of(launch, environ) == 1:
         return None
@@ -217,19 +217,19 @@ def alone_warning(launch: Launch, environ: Mapping[str, str]) -> str | None:
 
 
 def _shutdown_seconds(arguments: list[str] | None, environ: Mapping[str, str]) -> float | None:
-    """What torchrun was told, if it was: since torch 2.15 by an option, or a variable that its workers inherit."""
+    """Return torchrun's shutdown timeout, if given: since torch 2.15 by an option or an inherited variable."""
     text = option(arguments or [], environ, "shutdown-timeout") or environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     return float(text) if arguments is not None and text.isdecimal() else None
 
 
 def _derived_node_id(environ: Mapping[str, str], agent_pid: int | None) -> str:
-    """The same for all workers that one agent starts at once, where no hook has told them an id."""
+    """Return a node id that all workers started at once by one agent derive alike; for agents without the hook."""
     names = (platform.node(), agent_pid, *(environ.get(n) for n in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")))
     return uuid.uuid5(uuid.NAMESPACE_OID, repr(names)).hex[:12]
 
 
 def max_nodes_of(launch: Launch, environ: Mapping[str, str]) -> int:
-    """How many nodes the job may have: by --nnodes, without torchrun those that there are."""
+    """Return how many nodes the job may have: by --nnodes, or without torchrun the present ones."""
     settings = launch.c10d or launch.etcd
     if settings is not None:
         return settings.max_nodes
