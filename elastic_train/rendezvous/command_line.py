@@ -1,4 +1,4 @@
-"""torchrun's own command line, taken apart as its parser does, and whether the program that it starts is ours."""
+"""torchrun's command line, parsed as torchrun does, and the decision whether the program that it starts is ours."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from elastic_train.wording import TORCHRUN_OPTIONS, TORCHRUN_SWITCHES
 
 MOST_ABOVE = 8
-"""wrappers, one around the other, between an agent and its worker"""
+"""nested wrappers between an agent and its worker"""
 SHORT_OPTIONS = {"-m": "module", "-r": "redirects", "-t": "tee", "-h": "help"}
 
 
 def agent_arguments(command: Sequence[str]) -> list[str] | None:
-    """The arguments of torchrun in a process's full command line; None if it is no torchrun process."""
+    """Return torchrun's arguments in a process's full command line; None if it is no torchrun process."""
     for position, word in enumerate(command[:6]):
         if Path(word).name == "torchrun" or word in ("torch.distributed.run", "torch.distributed.launch"):
             return list(command[position + 1 :])
@@ -24,10 +24,10 @@ def agent_arguments(command: Sequence[str]) -> list[str] | None:
 
 
 def launches_elastic_train(arguments: Sequence[str] | None, environ: Mapping[str, str]) -> bool:
-    """Whether the program that torchrun is told to start is ours.
+    """Return whether the program that torchrun is to start is ours.
 
-    It is when it is the module `elastic_train` or one below it, a Python file or module whose own source imports it, or
-    when ELASTIC_TRAIN=1 is set. Only the last counts under another launcher, which has no `arguments` of torchrun.
+    Ours are the module `elastic_train`, modules below it, and any Python file or module whose own source imports it;
+    with ELASTIC_TRAIN=1 every program. Under another launcher, without torchrun's `arguments`, only the last counts.
     """
     if environ.get("ELASTIC_TRAIN") == "1":
         return True
@@ -50,7 +50,7 @@ def _imports_us(file: Path | None) -> bool:
 
 
 def _module_file(name: str) -> Path | None:
-    """The file of a module that `python -m` would run, where it lies in the current directory or on PYTHONPATH."""
+    """Return the file that `python -m` would run, if it is in the current directory or on PYTHONPATH."""
     for folder in (os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         path = Path(folder, *name.split("."))
         for file in (path.with_suffix(".py"), path / "__main__.py"):
@@ -61,7 +61,7 @@ def _module_file(name: str) -> Path | None:
 
 @dataclass(frozen=True)
 class AgentCommand:
-    """An agent's command line, taken apart as torchrun's own parser does."""
+    """An agent's command line, parsed as torchrun does."""
 
     options: dict[str, str]
     """by long name with dashes; "" for a switch"""
@@ -70,7 +70,7 @@ class AgentCommand:
 
 
 def read_command(arguments: Sequence[str]) -> AgentCommand:
-    """Take torchrun's arguments apart; nothing is refused here, torchrun does that itself."""
+    """Parse torchrun's arguments. No error is raised here: torchrun itself refuses wrong ones."""
     options: dict[str, str] = {}
     words = iter(arguments)
     for word in words:
@@ -85,20 +85,20 @@ def read_command(arguments: Sequence[str]) -> AgentCommand:
 
 
 def _full_name(flag: str) -> str:
-    """The long name of an option, which may be short, spelled with underscores or abbreviated."""
+    """Return the long name of an option, which may be short, spelled with underscores or abbreviated."""
     name = SHORT_OPTIONS.get(flag) or flag.removeprefix("--").replace("_", "-")
     meant = [option for option in (*TORCHRUN_OPTIONS, *TORCHRUN_SWITCHES) if option.startswith(name)]
     return name if name in meant or len(meant) != 1 else meant[0]
 
 
 def option(arguments: Sequence[str], environ: Mapping[str, str], name: str) -> str | None:
-    """The value of torchrun's option `--name`, else of its PET_ variable."""
+    """Return the value of torchrun's option `--name`, else of its PET_ variable."""
     options = read_command(arguments).options
     return options[name] if name in options else environ.get("PET_" + name.replace("-", "_").upper())
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:
-    """(min, max) nodes of torchrun's `--nnodes`; (1, 1) for what torchrun itself will refuse."""
+    """Return (min, max) nodes of torchrun's `--nnodes`; (1, 1) for a value that torchrun itself will refuse."""
     low, _, high = text.partition(":")
     try:
         return int(low), int(high or low)
@@ -107,19 +107,19 @@ def parse_nnodes(text: str) -> tuple[int, int]:
 
 
 def asks_for_c10d(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Whether torchrun is told to use c10d; what it chooses by itself for one node does not count."""
+    """Return whether the user asks torchrun for c10d; with --standalone torchrun chooses it by itself: that is no."""
     is_standalone = "standalone" in read_command(arguments).options or environ.get("PET_STANDALONE", "0") == "1"
     return option(arguments, environ, "rdzv-backend") == "c10d" and not is_standalone
 
 
 def has_free_port(endpoint: str) -> bool:
-    """Whether an endpoint is `HOST:0`, as --standalone and launches of one node have it: nobody else can find it."""
+    """Return whether an endpoint is `HOST:0`, as with --standalone or one node: no other node can find it."""
     return re.search(r":0+$", endpoint.strip()) is not None and "," not in endpoint
 
 
 def agent_above(parent_pid: int) -> tuple[int, list[str]] | None:
-    """The pid and the arguments of the torchrun that has started a worker, by the worker's parent: that agent, or a
-    wrapper below it that does not exec the worker. None where there is none within MOST_ABOVE."""
+    """Return the pid and arguments of the torchrun that has started a worker; None without one within MOST_ABOVE. The
+    worker's parent is the agent itself, or a wrapper below it that does not exec the worker."""
     pid = parent_pid
     for _ in range(1 + MOST_ABOVE):
         try:
@@ -130,5 +130,5 @@ def agent_above(parent_pid: int) -> tuple[int, list[str]] | None:
         found = agent_arguments(command)
         if found is not None:
             return pid, found
-        pid = int(status.rpartition(b")")[2].split()[1])  # a name in parentheses may hold others; then state, parent
+        pid = int(status.rpartition(b")")[2].split()[1])  # pid (name) state parent; the name may contain ")"
     return None

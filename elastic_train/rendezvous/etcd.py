@@ -1,4 +1,4 @@
-"""etcd v3 in the few operations that this package needs, through the `etcd3` client, whose faults end here.
+"""etcd v3 in the few operations that this package needs. It hides the faults of the `etcd3` client.
 
 | fault of etcd3 0.12.0                                      | what is done about it                                   |
 |------------------------------------------------------------|---------------------------------------------------------|
@@ -13,7 +13,7 @@
 | gRPC prints a line for every handshake that fails          | its log is for errors, unless GRPC_VERBOSITY is set     |
 
 Retries are tenacity policies: transient errors only, up to a deadline, with jitter. A transaction that timed out may
-have been applied: every value that etcd_store.py writes carries a stamp of its own, by which it is recognised.
+have been applied. So every value that etcd_store.py writes carries a unique stamp, by which it is recognised.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_OPERATIONS = 100
 
 @dataclass(frozen=True)
 class Transaction:
-    """What to compare, and what to do then; both made of etcd's own messages (`Etcd.compare`, `put_request`, ...)."""
+    """Comparisons, and operations for either outcome, as etcd's own messages (`Etcd.is_at`, `put_request`, ...)."""
 
     compare: Sequence[Any]
     success: Sequence[Any]
@@ -53,27 +53,27 @@ class Transaction:
 
 @dataclass(frozen=True)
 class TransactionResult:
-    """How a transaction went."""
+    """The outcome of a transaction."""
 
     succeeded: bool
     revision: int
-    """of the store, right after it"""
+    """of the store, right after the transaction"""
     entries: list[list[Entry]]
-    """what each of the `get` operations of the branch taken found"""
+    """results of each `get` operation in the executed branch"""
 
 
 @dataclass
 class Etcd:
-    """One caller's way to the cluster; threads may share it.
+    """One caller's access to the cluster; threads may share it.
 
-    Every call returns within about `deadline` seconds, or raises StoreUnreachable; StoreRefused says what etcd does not
-    allow. At the start that is also, at once, where no member and this side accept each other's certificates: that does
-    not heal; and where the database is full: there is no training yet that would wait.
+    Every call returns within about `deadline` seconds, or raises StoreUnreachable; StoreRefused reports what etcd does
+    not allow. At the start two more cases raise StoreRefused at once. The TLS handshake fails with every member, which
+    does not heal. Or the database is full, while no training is in progress that could wait.
     """
 
     connections: Connections
     deadline: float
-    """seconds for a call with all its attempts, without those in which this process is suspended"""
+    """seconds for a call with all its attempts; seconds in which this process is suspended do not count"""
     attempt_seconds: float = ATTEMPT_SECONDS
     before_retry: Callable[[str], None] = field(default=lambda _why: None)
     """called with the last error before each further attempt; may raise to give up"""
@@ -81,13 +81,13 @@ class Etcd:
     # --- keys ---------------------------------------------------------------------------------------------------------
 
     def get(self, key: str) -> Entry | None:
-        """The key as it stands."""
+        """Return the present entry of the key."""
         request = self._rpc.RangeRequest(key=key.encode())
         entries = self._call(lambda client: client.kvstub.Range, request).kvs
         return entry_of(entries[0]) if entries else None
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        """The keys as they stand, in one round trip for each MAX_OPERATIONS."""
+        """Return the present entries of the keys, in one round trip per MAX_OPERATIONS keys."""
         found: list[Entry | None] = []
         for start in range(0, len(keys), MAX_OPERATIONS):
             part = keys[start : start + MAX_OPERATIONS]
@@ -96,14 +96,13 @@ class Etcd:
         return found
 
     def below(self, prefix: str, *, keys_only: bool = False) -> tuple[list[Entry], int]:
-        """(all entries whose key begins with `prefix`, without their values if asked so; the revision at which they
-        stood)."""
+        """Return (all entries whose key begins with `prefix`, their revision); without values if `keys_only`."""
         request = self._rpc.RangeRequest(key=prefix.encode(), range_end=end_of(prefix), keys_only=keys_only)
         response = self._call(lambda client: client.kvstub.Range, request)
         return [entry_of(entry) for entry in response.kvs], response.header.revision
 
     def transact(self, transaction: Transaction) -> TransactionResult:
-        """Raises LeaseLost where a put names a lease that is gone."""
+        """Execute a transaction. Raises: LeaseLost: a put names a lease that is gone."""
         request = self._rpc.TxnRequest(
             compare=transaction.compare, success=transaction.success, failure=transaction.failure
         )
@@ -121,7 +120,7 @@ class Etcd:
         )
 
     def delete(self, key: str, *, is_prefix: bool = False) -> int:
-        """The revision that has removed the key, or all that begin with it; 0 where there was none."""
+        """Delete the key, or all keys that begin with it. Return the revision of that; 0 if there was no key."""
         request = self.delete_request(key, is_prefix=is_prefix).request_delete_range
         response = self._call(lambda client: client.kvstub.DeleteRange, request)
         return int(response.header.revision) if response.deleted else 0
@@ -129,15 +128,15 @@ class Etcd:
     # --- the parts of a transaction -----------------------------------------------------------------------------------
 
     def is_at(self, key: str, mod_revision: int) -> Any:
-        """True where the key was last changed by this revision; 0: where there is none."""
+        """Make the comparison: this revision last changed the key; 0: the key does not exist."""
         return self._equal(key, target="MOD", mod_revision=mod_revision)
 
     def is_created_at(self, key: str, create_revision: int) -> Any:
-        """True where it is still the key that was created by this revision."""
+        """Make the comparison: the key is still the one that this revision created."""
         return self._equal(key, target="CREATE", create_revision=create_revision)
 
     def is_empty(self, prefix: str) -> Any:
-        """True where no key begins with `prefix`."""
+        """Make the comparison: no key begins with `prefix`."""
         return self._equal(prefix, target="CREATE", create_revision=0, range_end=end_of(prefix))
 
     def _equal(self, key: str, **fields: Any) -> Any:
@@ -156,19 +155,19 @@ class Etcd:
     # --- leases -------------------------------------------------------------------------------------------------------
 
     def grant(self, seconds: float, lease: int = 0) -> int:
-        """A lease for whole seconds, rounded up; etcd may make it longer (1.5 election timeouts at least).
+        """Grant a lease for whole seconds, rounded up; etcd may make it longer (1.5 election timeouts at least).
 
         Args:
-            lease: its number, drawn by the caller, with which a repeated call makes no second one; 0: etcd draws it.
+            lease: a number drawn by the caller, so that a repeated call grants no second lease; 0: etcd draws it.
         """
         request = self._rpc.LeaseGrantRequest(TTL=max(1, -int(-seconds // 1)), ID=lease)
-        with contextlib.suppress(LeaseExists):  # a call was made whose reply was lost
+        with contextlib.suppress(LeaseExists):  # the reply to an earlier call was lost
             lease = int(self._call(lambda client: client.leasestub.LeaseGrant, request).ID)
         self.connections.has_written = True
         return lease
 
     def refresh(self, lease: int) -> bool:
-        """Start a lease's time anew; whether it was still there. etcd reports a lost one as no error."""
+        """Start a lease's time anew; return whether the lease still exists, because etcd raises no error for that."""
         request = self._rpc.LeaseKeepAliveRequest(ID=lease)
 
         def keep_alive(client: Any) -> Any:
@@ -180,7 +179,7 @@ class Etcd:
         return bool(self._call(keep_alive, request).TTL > 0)
 
     def revoke(self, lease: int) -> None:
-        """End a lease; its keys go at once. None that has ended already is no error."""
+        """End a lease, which deletes its keys at once. A lease that has ended already is no error."""
         try:
             self._call(lambda client: client.leasestub.LeaseRevoke, self._rpc.LeaseRevokeRequest(ID=lease))
         except LeaseLost:
@@ -193,12 +192,12 @@ class Etcd:
         return self.connections.etcd3.etcdrpc
 
     def _call(self, method: Callable[[Any], Any], request: Any) -> Any:
-        """One request, at one endpoint after the other until it is answered."""
+        """Send one request, to one endpoint after the other, until one answers."""
         import tenacity
 
         errors: list[str] = []
         refused: dict[str, TlsRefused] = {}
-        """by endpoint, where the last answer was that, for good"""
+        """by endpoint: its last error, if that was a TLS refusal that does not heal"""
         endpoints = self.connections.settings.endpoints
         where = ",".join(endpoints)
         waited = AwakeTime(self.connections.clock, longest=self.attempt_seconds + MAX_PAUSE)
@@ -206,7 +205,7 @@ class Etcd:
             sleep=self.connections.sleep,
             retry=tenacity.retry_if_exception_type(Transient),
             stop=lambda _state: waited.seconds >= self.deadline,
-            # A whole round over the endpoints costs no pause; after that, up to half a second, with jitter.
+            # No pause in the first round over the endpoints; after that up to half a second, with jitter.
             wait=tenacity.wait_chain(
                 *[tenacity.wait_none()] * (len(endpoints) - 1),
                 tenacity.wait_random_exponential(multiplier=0.02, min=0.02, max=MAX_PAUSE),
@@ -260,5 +259,5 @@ class Etcd:
             if isinstance(judged, Transient):
                 judged.endpoint = settings.endpoints[index]
             raise judged from error
-        except ValueError as error:  # grpc: "Cannot invoke RPC on closed channel!": by another thread, see drop()
+        except ValueError as error:  # grpc: "Cannot invoke RPC on closed channel!": another thread called drop()
             raise Transient(str(error)) from error

@@ -1,4 +1,4 @@
-"""An arbiter (protocol/arbiter.py) in etcd: a claim is one transaction, which creates a key where there is none."""
+"""An arbiter (protocol/arbiter.py) in etcd: a claim is one transaction that creates a key if it does not exist."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from elastic_train.rendezvous.etcd_store import EtcdStore
 
 
 class Keys:
-    """As arbiter.Folder: keys below a prefix.
+    """As arbiter.Folder: keys below a prefix, of one job's entry and behind its guard (etcd_job.py).
 
-    They are those of one job's entry, behind its guard (etcd_job.py). Where that is lost, because etcd came back empty
-    or has heard of none of its members for long, no claim can be made in it any more, by anybody. But one may have been
-    made before, and who made it may have gone on by it, and be silent now. So in a world that saw the entry this counts
-    as a place that does not answer, whose silent members are waited for; a later world sees another entry.
+    The entry is lost when etcd comes back empty, or has not heard of any member for long. No worker can make a claim in
+    it then. But one may have made a claim before, may have gone on by it, and may be silent now. So a world that saw
+    the entry treats the loss as an arbiter that does not answer: it waits for its silent members. A later world sees
+    another entry.
 
-    Raises, from `create`: ArbiterLost where it is.
+    Raises, from `create`: ArbiterLost: the entry is lost.
 
     Args:
-        entry: None where none could be opened yet.
+        entry: None if none could be opened yet.
     """
 
     def __init__(self, entry: NodeLease | None) -> None:
@@ -31,7 +31,7 @@ class Keys:
 
     @contextmanager
     def _keys(self) -> Iterator[tuple[EtcdStore, str]]:
-        """The store, and what all keys in it begin with."""
+        """Yield the store and the prefix of all claims in it."""
         entry = self._entry
         if entry is None:
             raise OSError("no entry of the job has been opened yet")
@@ -43,8 +43,8 @@ class Keys:
             raise OSError(str(error)) from error
 
     def create(self, name: str, text: str, *, is_durable: bool) -> None:
-        del is_durable  # all that etcd has answered is
-        text = text or "-"  # an empty one is as good as none
+        del is_durable  # etcd answers durable writes only
+        text = text or "-"  # `EtcdStore.create` overwrites an empty value
         with self._keys() as (store, prefix):
             standing = store.create(prefix + name, text)
         if standing != text:
@@ -64,10 +64,10 @@ class Keys:
         return [entry.key.removeprefix(prefix) for entry in found]
 
     def written_at(self, name: str) -> float:
-        """Nothing here grows old: each name is a few bytes, and goes with the entry, however many starts that has."""
+        """Return 0: no claim here is deleted for its age. Each is a few bytes, and is deleted with the entry."""
         return 0.0
 
 
 def arbiter_in(entry: NodeLease | None) -> Claims:
-    """Whose claims are in an entry; silent without one. Blocks as calls of the entry's store do."""
+    """Return an arbiter with its claims in an entry; without an entry it never answers. Blocks as the entry's store."""
     return Claims(Keys(entry), lambda: secrets.token_hex(8))

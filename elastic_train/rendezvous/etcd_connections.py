@@ -1,5 +1,5 @@
-"""The etcd3 client, loaded although its generated code is older than protobuf's runtime; one channel for each etcd
-endpoint; the changes of keys, as one stream from one endpoint."""
+"""The etcd3 client, loaded although its generated code is older than protobuf's runtime; one channel per etcd endpoint;
+and the changes of keys, as one stream from one endpoint."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from elastic_train.rendezvous.etcd_errors import Compacted, TokenRefused, Transi
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 
 ATTEMPT_SECONDS = 2.0
-"""of one attempt at one endpoint; then the next endpoint has its turn"""
+"""seconds of one attempt at one endpoint; the next attempt goes to the next endpoint"""
 CONNECT_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5000),  # what one attempt to connect may take; a busy machine needs seconds
+    ("grpc.min_reconnect_backoff_ms", 5000),  # limit of one attempt to connect; a busy machine needs seconds
     ("grpc.max_reconnect_backoff_ms", 1000),  # the default, 2 minutes, would hide a member that is back
     ("grpc.max_receive_message_length", 64 * 2**20),
-    ("grpc.enable_http_proxy", 0),  # of http_proxy and https_proxy, which are for the web
+    ("grpc.enable_http_proxy", 0),  # ignores http_proxy and https_proxy, which are for the web
 )
 
 
 @functools.cache
 def import_etcd3() -> Any:
-    """The `etcd3` package, whatever protobuf is installed, and whatever has imported it before.
+    """Import the `etcd3` package, with any version of protobuf, imported before or not.
 
-    Its generated modules build descriptors by hand, which protobuf refuses since version 4 (unless it is switched to
-    its slow Python form before its first import in the process). They also carry the serialized descriptors, from
-    which protobuf's own builder makes the same messages; the modules themselves are never run.
+    The package's generated modules build descriptors by hand, which protobuf refuses since version 4 (unless it is
+    switched to its slow Python form before its first import in the process). The modules also carry the serialized
+    descriptors. protobuf's own builder makes the same messages from these; the modules themselves are never run.
 
     Raises:
-        UsageError: it is not installed.
+        UsageError: `etcd3` is not installed.
     """
     spec = importlib.util.find_spec("etcd3")
     if spec is None or not spec.submodule_search_locations:
         raise UsageError("--rdzv-backend=etcd3 needs the etcd3 client, which is missing: pip install etcd3==0.12.0")
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when gRPC is loaded; it would log every failed handshake
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC reads it on import; it would log every failed handshake
     from google.protobuf.descriptor_pool import DescriptorPool
     from google.protobuf.internal import builder
 
@@ -68,7 +68,7 @@ def import_etcd3() -> Any:
 
 
 def serialized_descriptor(source: Path) -> bytes:
-    """The serialized FileDescriptorProto in a module that protoc generated before 2022."""
+    """Return the serialized FileDescriptorProto in a module that protoc generated before 2022."""
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.keyword) and node.arg == "serialized_pb" and isinstance(node.value, ast.Call):
             literal = node.value.args[0]
@@ -78,36 +78,36 @@ def serialized_descriptor(source: Path) -> bytes:
 
 
 class Connections:
-    """One etcd3 client for each endpoint, made when it is first needed; shared by all threads."""
+    """One etcd3 client per endpoint, made at its first use and shared by all threads."""
 
     clock = staticmethod(time.monotonic)
     sleep = staticmethod(time.sleep)
-    """of all who call etcd over these connections"""
+    """for all calls of etcd over these connections"""
 
     def __init__(self, settings: EtcdSettings) -> None:
         self.settings = settings
         self.etcd3 = import_etcd3()
         self._lock = threading.Lock()
         self._clients: dict[int, tuple[Any, tuple[int, ...]]] = {}
-        """by endpoint: a client, and when the certificates that it was made with were written"""
-        self._current = random.randrange(len(settings.endpoints))  # not everybody at the same one
+        """by endpoint: a client, and the times at which its certificates were written"""
+        self._current = random.randrange(len(settings.endpoints))  # spreads the processes over the endpoints
         self._is_closed = False
         self.has_answered = False
-        """whether any member ever has: where certificates and password were good once, they may be being renewed"""
+        """whether any member ever has: then certificates and password were good, and a refusal may mean a renewal"""
         self.has_written = False
-        """whether etcd has answered a write of this process, as a full one does not"""
+        """whether etcd has answered a write of this process; a full database does not"""
         self.drawn_lease = 0
-        """number of a lease for an entry of this process, which may be granted by now; 0 where it has its entry"""
+        """number drawn for the lease of a job entry, perhaps granted by now; 0 once this process has its entry"""
         self.num_requests = 0
-        """attempts made so far, and bytes of the messages both ways: for measurements"""
+        """attempts so far; and below, bytes of the messages in both directions: for measurements"""
         self.num_bytes = 0
 
     def client(self) -> tuple[int, Any]:
-        """(index of the present endpoint, its client). Blocks ATTEMPT_SECONDS at most, to authenticate.
+        """Return (index of the present endpoint, its client). Blocks ATTEMPT_SECONDS at most, to authenticate.
 
         Raises:
             grpc.RpcError: no connection, or the user or password is refused.
-            Transient: the certificates, or the file of a password that was good once, are being renewed at this moment.
+            Transient: the certificates are being renewed, or the file of a password that was good once.
             UsageError: there is no password, and never was one.
         """
         with self._lock:
@@ -146,13 +146,13 @@ class Connections:
             if not self.has_answered:
                 raise
             raise Transient(f"the password is being renewed: {error}") from error
-        except OSError as error:  # it was there a moment ago
+        except OSError as error:  # the file existed a moment ago
             raise Transient(f"the certificates are being renewed: {first_line(error)}") from error
 
     def rotate(self, index: int) -> None:
-        """The endpoint of `index` did not answer: the next one, unless somebody else has turned already.
+        """Go on to the next endpoint, because that of `index` did not answer. No-op if another thread has done so.
 
-        A client keeps the certificates that it was made with: where they were renewed since, it is made anew.
+        Drops that endpoint's client if its certificates were renewed: a client keeps those that it was made with.
         """
         outdated = None
         files = self._written_at()
@@ -165,7 +165,7 @@ class Connections:
             outdated.close()
 
     def _written_at(self) -> tuple[int, ...] | None:
-        """None while a certificate is missing, cannot be read, or is empty, at which gRPC would abort the process."""
+        """Return the files' times; None while one is missing, unreadable or empty: at that gRPC aborts the process."""
         files = filter(None, (self.settings.ca, self.settings.cert, self.settings.key))
         with suppress(OSError):
             found = [os.stat(file) for file in files]
@@ -174,7 +174,7 @@ class Connections:
         return None
 
     def drop(self, index: int, client: Any) -> None:
-        """Its token is refused: the next call makes a new client."""
+        """Drop a client whose token is refused; the next call makes a new one."""
         with self._lock:
             if index in self._clients and self._clients[index][0] is client:
                 del self._clients[index]
@@ -194,22 +194,22 @@ class Connections:
 
 @dataclass(frozen=True)
 class Entry:
-    """A key as it stands, or stood, in etcd."""
+    """A key in etcd with its value and revisions, at one revision."""
 
     key: str
     value: bytes
     create_revision: int
     mod_revision: int
     version: int
-    """1 when created, one more with each change"""
+    """1 at its creation, one more with each change"""
     lease: int
 
 
 class Watch:
     """The changes of all keys with a prefix from a revision on, as one stream from one endpoint.
 
-    It ends with Transient when the stream breaks or its member loses the leader, and with Compacted when the revision
-    is gone; its reader starts again. `cancel` ends it from another thread.
+    Iteration raises Transient when the stream breaks or its member loses the leader, and Compacted when the revision
+    is gone; the reader then makes a new Watch. `cancel` ends it from another thread.
     """
 
     def __init__(self, connections: Connections, prefix: str, revision: int) -> None:
@@ -224,14 +224,14 @@ class Watch:
         self._is_cancelled = False
 
     def __iter__(self) -> Iterator[list[tuple[Entry, bool]]]:
-        """Yields the changes of one revision or several: (entry, whether it was deleted)."""
+        """Yield the changes of one or several revisions: (entry, whether it was deleted)."""
         import grpc
 
         client = None
         try:
             self._index, client = self._connections.client()
             stub = self._connections.etcd3.etcdrpc.WatchStub(client.channel)
-            # Without the header, a member that is cut off from the others keeps its watchers in silence.
+            # Without this header a member that is cut off from the cluster keeps the stream open, in silence.
             metadata = (*(client.metadata or ()), ("hasleader", "true"))
             self._connections.num_requests += 1
             self._call = stub.Watch(iter(self._requests.get, None), metadata=metadata)
@@ -255,11 +255,11 @@ class Watch:
         except ValueError as error:  # a closed channel, as in Etcd._attempt
             raise Transient(str(error)) from error
         finally:
-            self._requests.put(None)  # lets gRPC's thread go, which waits for requests
+            self._requests.put(None)  # ends gRPC's thread, which waits for requests
         raise Transient("the watch ended")
 
     def cancel(self) -> None:
-        """Callable from any thread."""
+        """End the iteration; any thread may call it."""
         self._is_cancelled = True
         if self._call is not None:
             self._call.cancel()
@@ -270,7 +270,7 @@ def entry_of(kv: Any) -> Entry:
 
 
 def end_of(prefix: str) -> bytes:
-    """The first key after all those that begin with `prefix` (etcd's range_end)."""
+    """Return the first key after all those that begin with `prefix` (etcd's range_end)."""
     data = bytearray(prefix.encode())
     data[-1] += 1  # no byte of UTF-8 is 0xff
     return bytes(data)

@@ -1,4 +1,4 @@
-"""What a failed call to etcd means: which of its errors pass, and which do not."""
+"""The meaning of a failed call to etcd: which errors are transient, and which are not."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ REMEDIES = {
     "authentication is not enabled": "leave user= out of --rdzv-conf: this etcd knows no users yet",
     "request is too large": TOO_LARGE,
 }
-"""by words of etcd's own"""
+"""advice, by words of etcd's message"""
 
 
 class LeaseLost(Exception):
-    """A key was to be put under a lease that has run out, or was revoked."""
+    """The lease for a key has run out, or was revoked."""
 
 
 class LeaseExists(Exception):
-    """A lease was to be granted that is there."""
+    """The lease to grant exists already."""
 
 
 class Compacted(Exception):
-    """A revision of the past is not kept any more."""
+    """etcd has discarded a past revision."""
 
 
 class Transient(Exception):
-    """An attempt failed in a way that another one may not."""
+    """An attempt failed; another one may succeed."""
 
     endpoint = ""
-    """at which; empty where it did not come to one"""
+    """of the failed attempt; empty if it reached none"""
 
 
 class TokenRefused(Transient):
-    """The client's token has expired, or is from before a change of the users."""
+    """The client's token has expired, or is older than a change of the users."""
 
 
 class TlsRefused(Transient):
-    """A member and this side do not accept each other's certificates; other members may be in order."""
+    """A member and this client do not accept each other's certificates; other members may be in order."""
 
     def __init__(self, endpoint: str, what: str, do: str, *, may_heal: bool = False) -> None:
         super().__init__(f"{endpoint}: {what}")
         self.what, self.do = what, do
         self.may_heal = may_heal
-        """a clock may be about to be set"""
+        """whether waiting may help: a clock may be set meanwhile"""
 
 
 def judge_tls(text: str, endpoint: str, settings: EtcdSettings) -> TlsRefused | None:
-    """What gRPC says of a connection, where it is that one side refuses the other's certificate."""
+    """Return the error if gRPC's text means that one side refuses the other's certificate, else None."""
     if "Hostname Verification Check failed" in text:
         return TlsRefused(
             endpoint,
@@ -85,13 +85,13 @@ def judge_tls(text: str, endpoint: str, settings: EtcdSettings) -> TlsRefused | 
 
 
 def judge(error: Any, *, has_answered: bool = False, has_written: bool = False) -> Exception:
-    """What a gRPC error means: StoreRefused for all that stays, else one of the above.
+    """Translate a gRPC error: to StoreRefused if it is permanent, else to one of the errors above.
 
     Args:
-        has_answered: whether a call was answered once. Then the password was good, and the new one may not be in its
-            file yet.
-        has_written: whether a write was. Who trains can wait until somebody has made room in a full database; a start,
-            which may read from it, cannot.
+        has_answered: whether etcd has ever answered a call. Then the password was good, and the new one may not be in
+            its file yet.
+        has_written: whether etcd has ever answered a write. Then training can wait until a full database has room. At
+            a start, where reads may still succeed, nothing waits.
     """
     import grpc
 

@@ -3,15 +3,15 @@
 PyTorch's own etcd backend speaks the v2 API, which etcd 3.6 removed (pytorch/pytorch#158326, #170707). The keys, below
 the job's prefix (etcd_job.py):
 
-- `nodes/<node>`: an agent that lives, under a lease of its own. No clock of one machine is compared with another's.
+- `nodes/<node>`: a living agent, under a lease of its own. No clock of one machine is compared with another's.
 - `waiting/<node>`: an agent that wants to be in the next round.
-- `rounds/<n>`: the nodes of round n by rank; created once, by whichever waiting agent finds that it is due.
+- `rounds/<n>`: the nodes of round n by rank; created once, by the first waiting agent that finds it due.
 - `masters/<n>`: HOST:PORT of the TCPStore that the round's rank 0 serves, for agents and workers.
 
-A round ends when one of its nodes waits for the next, a newcomer waits and there is room, or a node is gone: every
-agent sees that in `num_nodes_waiting` and restarts its workers, as it does under c10d, at no cost in --max-restarts.
-Once one of its agents is through, a newcomer waits until the others are, too.
-A node that leaves closes nothing. Nothing is ever unpickled.
+A round ends when one of its nodes waits for the next round, a newcomer waits and there is room, or a node is gone.
+Every agent sees that in `num_nodes_waiting` and restarts its workers, as under c10d, at no cost in --max-restarts.
+Once an agent of the round has finished, a newcomer waits until all of them have.
+A node that leaves does not close the job. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Mirror
 
 SETTLE_SECONDS = 1.0
-"""rounds after the first wait so long for more nodes; the last call is for the first"""
+"""how long rounds after the first wait for more nodes; the first waits for the last call"""
 FAREWELL_SECONDS = 5.0
-"""how long rank 0, who serves the round's store, waits for the others to be through at the end"""
+"""how long rank 0, which serves the round's store, waits at the end until the other nodes have finished"""
 
 
 def next_round(
@@ -61,12 +61,12 @@ def next_round(
     seconds_enough: float,
     last_call: float,
 ) -> list[str] | None:
-    """The nodes of the next round by rank, or None while it is not due.
+    """Return the nodes of the next round by rank, or None while the round is not due.
 
     Args:
         current: nodes of the present round, by rank.
-        waiting: those that want to be in the next one, in the order in which they came.
-        seconds_enough: for how long enough of them have waited.
+        waiting: nodes that want to be in the next round, in the order of their arrival.
+        seconds_enough: for how long at least `min_nodes` of them have waited.
     """
     if any(node in alive and node not in waiting for node in current):
         return None
@@ -77,7 +77,7 @@ def next_round(
 
 
 def num_waiting(me: str, current: Sequence[str], alive: Collection[str], waiting: Collection[str], limit: int) -> int:
-    """Nodes for whose sake the present round must end: they wait for the next one, or are gone from this one."""
+    """Return the number of nodes that require a new round: they wait for the next one, or are gone from this one."""
     gone = sum(node not in alive for node in current)
     again = sum(node in waiting and node != me for node in current)
     room = limit - len(current) + gone
@@ -85,11 +85,11 @@ def num_waiting(me: str, current: Sequence[str], alive: Collection[str], waiting
 
 
 def exit_barrier_keys(run_id: str, round_: int) -> tuple[str, str]:
-    """(counter of agents that have arrived, flag that lets them go) of the agents' exit barrier, below the prefix that
-    torchrun's own c10d rendezvous gives its keys (c10d_rendezvous_backend.py).
+    """Return the keys of the agents' exit barrier: (counter of arrived agents, flag that releases them). They are below
+    the prefix of torchrun's own c10d rendezvous (c10d_rendezvous_backend.py).
 
-    `torch/distributed/elastic/utils/store.py` counts arrivals up to the number of agents of the last rendezvous and
-    waits 300 s for those that died.
+    `torch/distributed/elastic/utils/store.py` counts arrivals up to the number of agents of the last rendezvous, and
+    waits 300 s for dead agents.
     """
     prefix = f"torch.rendezvous.{run_id}.{round_}/torchelastic/agent/terminal_state"
     return f"{prefix}/num_members", f"{prefix}/last_member"
@@ -99,8 +99,8 @@ class ExitBarrier:
     """torchrun's exit barrier of one round, for the thread that keeps the leases.
 
     Args:
-        store: the round's.
-        members: its nodes by rank.
+        store: of the round.
+        members: the round's nodes by rank.
     """
 
     def __init__(self, store: TCPStore, run_id: str, number: int, members: Sequence[str]) -> None:
@@ -109,19 +109,19 @@ class ExitBarrier:
         self._arrived_for: set[str] = set()
 
     def arrive_for(self, dead: Collection[str]) -> None:
-        """Let nobody wait 300 s for nodes that are gone. Where training goes on instead, the next round has its own."""
+        """Count dead nodes as arrived, so that no agent waits 300 s for them. The next round has its own barrier."""
         new = {*dead} - self._arrived_for
         self._arrived_for |= new
-        if not new or self._members[0] in new:  # it was there, and those that waited have been told by its end
+        if not new or self._members[0] in new:  # rank 0 served the barrier: its death has released all that waited
             return
-        with suppress(RuntimeError):  # its server is gone, and the agents that wait there have been told by that
+        with suppress(RuntimeError):  # the server is gone, which has released the agents that waited there
             store = self._store.clone()
             if store.add(self._counter, len(new)) >= len(self._members):
                 store.set(self._flag, "everybody who lives has arrived")
 
     def is_begun(self, seconds: float) -> bool | None:
-        """Whether an agent is through and waits here. Blocks so long at most where its server is frozen; then, and
-        where that is gone, None: a node is lost, which counts by itself."""
+        """Return whether an agent has finished and waits here; None if the server is frozen or gone: then a node is
+        lost, which ends the round anyway. Blocks `seconds` at most."""
         try:
             host, port, timeout = self._store.host, self._store.port, timedelta(seconds=seconds)
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -132,10 +132,10 @@ class ExitBarrier:
 
 @dataclass(frozen=True)
 class AgentSeconds:
-    """What `--rdzv-conf` says of an agent's waits."""
+    """Timeouts of an agent, from `--rdzv-conf`."""
 
     lease: float
-    """after which a node that shows no life is gone"""
+    """after which a node without a sign of life is gone"""
     join_timeout: float
     read_timeout: float
     """as in torchrun's own rendezvous"""
@@ -158,17 +158,17 @@ class AgentsHandler(RendezvousHandler):
         self._address = parameters.local_addr or address_towards([*map(split_endpoint, settings.endpoints)], print)
         self._node = f"{self._address}-{uuid.uuid4().hex[:12]}"
         self._lease = NodeLease(self._store, self._job, self._node, self._address, seconds.lease)
-        self._round = -1  # the newest one that this node is, or was, of
+        self._round = -1  # the newest round with this node in it
         self._members: tuple[str, ...] = ()
         self._server: GroupStoreServer | None = None
         self._barrier: ExitBarrier | None = None
-        self._welcome: frozenset[str] = frozenset()  # newcomers that waited while no agent of the round was through
+        self._welcome: frozenset[str] = frozenset()  # newcomers that waited before any agent of the round had finished
         self._why_over: str | None = None
         self._is_ending = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="etcd-lease", daemon=True)
         atexit.register(
             self.shutdown
-        )  # torch calls it after no signal, for its own rendezvous would be closed for good
+        )  # after a signal torch does not call it, because that would close its own rendezvous for good
 
     # --- what torchrun calls ------------------------------------------------------------------------------------------
 
@@ -180,17 +180,17 @@ class AgentsHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The workers are clients of the store that the agent of rank 0 serves; so no port is guessed to be free."""
+        """True: the workers are clients of the store that rank 0's agent serves, so that no free port is guessed."""
         return True
 
     def is_closed(self) -> bool:
         return False
 
     def set_closed(self) -> None:
-        """A job is never closed: others may come, and the last one takes it away."""
+        """Do nothing: other nodes may come, and the last one deletes the job."""
 
     def num_nodes_waiting(self) -> int:
-        """From memory; blocks for nothing.
+        """Return `num_waiting`, from memory, without blocking; 1 if a round has begun without this node.
 
         Raises:
             RendezvousConnectionError: etcd has been away for longer than the grace.
@@ -201,19 +201,19 @@ class AgentsHandler(RendezvousHandler):
         if silence > self._settings.grace:
             raise RendezvousConnectionError(f"etcd has not answered for {silence:.0f} s")
         if self._newest_round()[0] > self._round:
-            return 1  # the others have gone on without this node: it was taken for dead
+            return 1  # the other nodes have gone on without this one: they took it for dead
         decided = self._mirror.get(f"{self._prefix}/rounds/{self._round}")
-        # Who waited for this very round may not have been able to take that back yet.
+        # A node that waited for this very round may not have deleted that key yet.
         again = self._names("waiting", since=decided.create_revision if decided is not None else 0)
         counting = {*again}.intersection(self._members) | self._welcome.difference(self._members)
         waiting = [node for node in self._names("waiting") if node in counting]
         return num_waiting(self._node, self._members, self._names("nodes"), waiting, self._settings.max_nodes)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Blocks until this node is in a round.
+        """Enter the next round, and block until this node is in one.
 
         Raises:
-            RendezvousTimeoutError: not enough nodes came in time.
+            RendezvousTimeoutError: too few nodes came in time.
             RendezvousConnectionError: etcd does not answer.
         """
         try:
@@ -232,12 +232,12 @@ class AgentsHandler(RendezvousHandler):
             raise RendezvousConnectionError(str(error)) from error
 
     def shutdown(self) -> bool:
-        """Leave, and leave nothing behind; the last one takes the job away. Calling it again is a no-op."""
+        """Leave the job and delete this node's keys; the last node deletes the job. Calling it again is a no-op."""
         if self._is_ending.is_set():
             return True
         self._is_ending.set()
         atexit.unregister(self.shutdown)
-        if self._keeper.is_alive():  # or it would take the lease anew that is ended here
+        if self._keeper.is_alive():  # it would grant the lease again that is ended here
             self._keeper.join(2 * FAREWELL_SECONDS)
         with suppress(StoreUnreachable, StoreRefused, LeftOut):
             store = self._store.with_timeouts(FAREWELL_SECONDS, FAREWELL_SECONDS / 2, lambda _why: None)
@@ -254,9 +254,9 @@ class AgentsHandler(RendezvousHandler):
     # --- rounds -------------------------------------------------------------------------------------------------------
 
     def _wait_for_round(self, deadline: float) -> tuple[tuple[str, ...], int]:
-        """Wait until a new round is decided that this node is in: (its nodes by rank, its number)."""
+        """Wait for a new round with this node in it; return (its nodes by rank, its number)."""
         settings, store = self._settings, self._store
-        before = self._round  # not the newest one: that may have been decided with this node in it meanwhile
+        before = self._round  # not the newest round: this node may be in that one, decided meanwhile
         mine = f"{self._prefix}/waiting/{self._node}"
         self._lease.put(mine, self._address)
         enough_since: float | None = None
@@ -287,16 +287,16 @@ class AgentsHandler(RendezvousHandler):
             if decided is not None:
                 store.create(f"{self._prefix}/rounds/{number + 1}", json.dumps(decided))
                 continue
-            if self._node not in self._names("waiting"):  # its lease had run out
+            if self._node not in self._names("waiting"):  # this node's lease had run out
                 self._lease.put(mine, self._address)
             self._mirror.wait_for_change()
 
     def _enter_round(self, members: tuple[str, ...], number: int, deadline: float) -> RendezvousInfo | None:
-        """Meet at the store of the round's rank 0; None if that one is gone, and there will be another round."""
+        """Connect to the store of the round's rank 0; return None if a member is gone: then another round follows."""
         store, rank = self._store, members.index(self._node)
         self._round, self._members = number, members
         store.etcd.delete(f"{self._prefix}/waiting/{self._node}")
-        self._barrier = self._server = None  # of the round before
+        self._barrier = self._server = None  # of the previous round
         key = f"{self._prefix}/masters/{number}"
         if rank == 0:
             self._server = GroupStoreServer(self._address)
@@ -323,17 +323,17 @@ class AgentsHandler(RendezvousHandler):
             if members[0] in self._names("nodes"):
                 raise RendezvousConnectionError(f"the agent of rank 0 at {host}:{port}: {first_line(error)}") from error
             return None
-        # The names that torchrun's own rendezvous gives its rounds; its agents have their exit barrier below them.
+        # The prefix of torchrun's own rendezvous for its rounds; its agents have their exit barrier below it.
         barrier = exit_barrier_keys(self.get_run_id(), number)[0]
         prefix, _, _ = barrier.partition("/")
         self._barrier = ExitBarrier(raw, self.get_run_id(), number, members)
         return RendezvousInfo(PrefixStore(prefix, raw), rank, len(members), RendezvousStoreInfo(host, port))
 
     def _has_everybody_entered(self, members: tuple[str, ...], number: int, deadline: float) -> bool:
-        """Wait until all members of a round have seen that they are in it. False, for all of them, where one died, or
-        was stopped, before it could: torchrun's agents would wait for it, and all of them end.
+        """Wait until all members of a round have entered it. Return False, on every member, if one died or was stopped
+        before: torchrun's agents would wait for it, and all of them would end.
 
-        Its keys below `waiting/` and `nodes/` go at one moment, so an agent in neither has not entered.
+        A dead agent's keys below `waiting/` and `nodes/` vanish at one moment, so one in neither has not entered.
         """
         while True:
             waiting, alive = self._names("waiting"), self._names("nodes")
@@ -353,7 +353,7 @@ class AgentsHandler(RendezvousHandler):
         return number, tuple(json.loads(rounds[f"{self._prefix}/rounds/{number}"]))
 
     def _names(self, what: str, since: int = 0) -> list[str]:
-        """The nodes below `nodes/` or `waiting/`, in the order in which they came; those that did after `since`."""
+        """Return the nodes below `nodes/` or `waiting/` that came after `since`, in the order of their arrival."""
         found = self._mirror.below(f"{self._prefix}/{what}/", by_age=True, since=since)
         return [key.rpartition("/")[2] for key in found]
 
@@ -367,20 +367,20 @@ class AgentsHandler(RendezvousHandler):
                 self._arrive_for_the_dead()
                 self._welcome_newcomers()
             except StoreUnreachable:
-                continue  # num_nodes_waiting() says when that has lasted too long
+                continue  # num_nodes_waiting() raises when that has lasted too long
             except (StoreRefused, LeftOut) as error:
                 self._why_over = str(error)
                 return
 
     def _arrive_for_the_dead(self) -> None:
-        """The first of a round's agents that lives does it for all of them."""
+        """Arrive at the exit barrier for dead agents, if this is the first living agent of the round."""
         barrier, members, alive = self._barrier, self._members, self._names("nodes")
         if barrier is not None and next((node for node in members if node in alive), None) == self._node:
             barrier.arrive_for([node for node in members if node not in alive])
 
     def _welcome_newcomers(self) -> None:
-        """A newcomer ends the round, unless an agent of it is through, which comes to no other: it would wait for the
-        others in the exit barrier, and they for it in the next round."""
+        """Let newcomers end the round, unless one of its agents has finished. That agent enters no other round: it
+        would wait for the others in the exit barrier, and they for it in the next round."""
         barrier, newcomers = self._barrier, frozenset(self._names("waiting")).difference(self._members)
         seconds = min(1.0, self._seconds.lease / 4)  # this thread keeps the leases
         is_begun = barrier is None or not newcomers or barrier.is_begun(seconds)

@@ -1,10 +1,10 @@
 """One job in etcd, from its first worker to its last: its key, and its lease.
 
-`<prefix>/<run id>/job` names the job that has the run id now: a token, below which all its keys are, and the lease
-that they are put under. Everybody in it keeps the lease alive; when the last one is gone it runs out and leaves
-nothing. A start of the same run id before that goes on in it, with what the killed have left there. Nothing is written
-unless the key is still the one that its writer knows (the guard of etcd_store.py). Each worker (etcd_finder.py), and
-each of torchrun's agents where those meet in it (etcd_handler.py), has a lease of its own besides.
+`<prefix>/<run id>/job` names the present job of the run id: a token, which begins all its keys, and the lease of these
+keys. Every worker of the job keeps the lease alive. When the last one is gone, the lease runs out and etcd deletes all
+keys. A start of the same run id before that continues the job, with what killed workers have left there. Each write
+requires that the key is still the one that its writer knows (the guard of etcd_store.py). Besides, each worker
+(etcd_finder.py), or each of torchrun's agents in mode `agents` (etcd_handler.py), has a lease of its own.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from elastic_train.world import Address
 
 MIN_LEASE_SECONDS = 60.0
 MOST_PROBED = 16
-"""others of whom it is looked at one time who is dead"""
+"""workers whose addresses are probed at a time"""
 MOST_TURNS = 100
-"""of others who open and end the job in the same moments"""
+"""attempts to open a job that other workers open and end at the same time"""
 MOST_BETWEEN = 15.0
-"""seconds after which each worker looks at the entry again; all find another one in arbiter.MOVED_SECONDS"""
+"""seconds after which each worker reads the entry again; so all notice a new one within arbiter.MOVED_SECONDS"""
 NO_STAMP = b"-" * 12
-"""in place of a stamp (etcd_store.py): the token is unique to its writer"""
+"""replaces a stamp (etcd_store.py): the token is unique to its writer"""
 
 
 @dataclass(frozen=True)
 class JobEntry:
-    """A job that this worker is of."""
+    """The job of this worker."""
 
     prefix: str
-    """begins all its keys"""
+    """of all its keys"""
     lease: int
     lease_seconds: float
     guard: Guard
@@ -49,21 +49,21 @@ class JobEntry:
         """Start the lease's time anew.
 
         Raises:
-            LeftOut: it has run out, and everything of the job with it.
+            LeftOut: the lease has run out, and all keys of the job are gone.
         """
         if not etcd.refresh(self.lease):
             raise LeftOut("this worker's job is over, or was taken over: its lease in etcd has run out")
 
 
 def open_job(etcd: Etcd, settings: EtcdSettings, run_id: str, lease_seconds: float = 0.0) -> JobEntry:
-    """The job of a run id, or a new one, with a lease of so many seconds at least. Blocks as calls of `etcd` do.
+    """Open the job of a run id, or begin one, with a lease of at least `lease_seconds`. Blocks as calls of `etcd` do.
 
     Raises:
         StoreUnreachable, StoreRefused: as every call.
     """
     key = f"{settings.prefix}/{run_id}/job"
     lease_seconds = max(MIN_LEASE_SECONDS, 2 * settings.grace, lease_seconds)
-    # One, however often a slow etcd is asked for it, in this call or the next one.
+    # One number, so that a slow etcd grants one lease for all requests, in this call and the next ones.
     lease = etcd.connections.drawn_lease = etcd.connections.drawn_lease or secrets.randbits(62) | 1
     for _ in range(MOST_TURNS):
         entry = etcd.get(key)
@@ -73,7 +73,7 @@ def open_job(etcd: Etcd, settings: EtcdSettings, run_id: str, lease_seconds: flo
             value = NO_STAMP + json.dumps([token, lease, lease_seconds]).encode()
             etcd.transact(
                 Transaction([etcd.is_at(key, 0)], [etcd.put_request(key, value, lease)], [])
-            )  # ours or another's: the next look tells
+            )  # the next read shows whether this entry or another worker's was written
             entry = etcd.get(key)
             if entry is None or entry.value != value:
                 etcd.revoke(lease)
@@ -81,12 +81,12 @@ def open_job(etcd: Etcd, settings: EtcdSettings, run_id: str, lease_seconds: flo
         job = read_job(entry, settings, run_id)
         try:
             job.keep(etcd)
-        except LeftOut:  # it ran out, or was taken away, at this very moment
+        except LeftOut:  # the lease ran out, or was revoked, at this moment
             continue
         now = etcd.get(key)
         if now is not None and now.create_revision == entry.create_revision:
             etcd.connections.drawn_lease = 0
-            return job  # else the last one has taken it away meanwhile
+            return job  # otherwise the last worker has deleted the job meanwhile
     raise StoreUnreachable(f"no job can be opened under {key} in etcd: others come and go faster than it can be read")
 
 
@@ -101,10 +101,10 @@ def read_job(entry: Entry, settings: EtcdSettings, run_id: str) -> JobEntry:
 
 
 def delete_job(etcd: Etcd, job: JobEntry, unless_below: Sequence[str] = ()) -> None:
-    """Remove a job and all its keys, if it still is the one; a worker that wakes up in it can write nothing any more.
+    """Delete a job and all its keys, if it is still the run id's. A worker that wakes up in it can write nothing.
 
     Args:
-        unless_below: not where a key begins with one of these, as the members that live have.
+        unless_below: prefixes of the keys of living members; with such a key the job is kept.
     """
     guard = job.guard
     conditions = [etcd.is_created_at(guard.key, guard.create_revision), *map(etcd.is_empty, unless_below)]
@@ -116,26 +116,25 @@ def delete_job(etcd: Etcd, job: JobEntry, unless_below: Sequence[str] = ()) -> N
 
 
 def note_worker(store: EtcdStore, job: JobEntry, worker: str, address: Address) -> None:
-    """Note a worker in the entry for as long as that lasts, also while its own lease has run out."""
+    """Note a worker in the entry for as long as the job lasts, even if the worker's own lease runs out."""
     store.under(job.lease).put(f"{job.prefix}/workers/{worker}", json.dumps(address))
 
 
 def leave_job(
     etcd: Etcd, job: JobEntry, worker: str, probe_all: Callable[[Sequence[Address]], Sequence[Probe]]
 ) -> None:
-    """Cross a worker out, and others at whose address nobody listens, until one is met that lives; remove the job where
-    no other is left. Who lives may have heard nothing of etcd for long; so an entry with one that does not answer is
-    left to its lease.
+    """Delete this worker from the entry, and workers whose addresses refuse a connection, until one lives. Delete the
+    job if no worker is left. A living worker may have been without etcd for long, so its entry must stay: an entry with
+    a worker that does not answer is left to its lease.
 
     Raises:
-        LeftOut: the entry was lost. Another one may have been created by the same revision, in a cluster that came
-            back empty.
+        LeftOut: the entry was lost. In a cluster that came back empty, the same revision may have created another one.
     """
     job.keep(etcd)
     noted = f"{job.prefix}/workers/"
     etcd.delete(noted + worker)
     others, is_anybody_there = etcd.below(noted)[0], False
-    others.sort(key=lambda other: (other.key < noted + worker, other.key))  # not all who leave look at the same ones
+    others.sort(key=lambda other: (other.key < noted + worker, other.key))  # leaving workers probe different ones
     while others and not is_anybody_there:
         looked_at, others = others[:MOST_PROBED], others[MOST_PROBED:]
         places = [json.loads(text_of(other) or "") for other in looked_at]
@@ -148,17 +147,15 @@ def leave_job(
 
 
 class NodeLease:
-    """A sign of life of a node, or of a worker: its key below `nodes/`, under a lease of its own. It keeps the job's
-    lease, too.
-
-    For any thread: a lock of its own lets one at a time keep the lease of the node.
+    """The sign of life of a node or a worker: a key below `nodes/`, under a lease of its own. It keeps the job's lease
+    alive, too. For any thread: under a lock one at a time keeps the lease.
 
     Args:
         store: of the job's keys.
-        seconds: after which the lease runs out that nobody keeps.
+        seconds: after which the node's lease runs out without `keep`.
 
     Raises, from `keep` and `put`:
-        StoreUnreachable, StoreRefused, LeftOut: as every call of `store`; LeftOut where the job's lease is gone.
+        StoreUnreachable, StoreRefused, LeftOut: as every call of `store`; LeftOut if the job's lease is gone.
     """
 
     def __init__(self, store: EtcdStore, job: JobEntry, node: str, address: str, seconds: float) -> None:
@@ -166,17 +163,17 @@ class NodeLease:
         self.key, self._address = f"{job.prefix}/nodes/{node}", address
         self._seconds = seconds
         self.seconds_between = min(seconds / 4, job.lease_seconds / 4, MOST_BETWEEN)
-        """two calls of `keep`; who opened the job may have given it a shorter lease"""
+        """seconds between two calls of `keep`; the worker that opened the job may have given it a shorter lease"""
         self.lease = 0
-        """its own; 0 before the first `keep`"""
+        """number of the node's lease; 0 before the first `keep`"""
         self._lock = threading.Lock()
         self._is_ended = False
         self.silence = AwakeTime(longest=seconds / 2 + LONGEST_PAUSE)
         """since etcd last confirmed both leases"""
 
     def keep(self) -> None:
-        """Start the time of both leases anew; the node's is taken anew where it has run out. Each call of etcd
-        blocks for half of the shorter one at most."""
+        """Start the time of both leases anew; grant the node's again if it has run out. Each call of etcd blocks for
+        half of the shorter lease at most."""
         self.silence.look()
         turn = self.seconds_between
         store = self.store.with_timeouts(2 * turn, min(2.0, turn), lambda _why: None)
@@ -187,21 +184,21 @@ class NodeLease:
                 if self._is_ended:
                     raise LeftOut("this worker has left the job")
                 lease = store.etcd.grant(self._seconds)
-            # Every time, also where it stands there: what comes back tells that the mirror's stream is alive.
+            # Every time, though the key exists: the change that comes back shows that the mirror's stream is alive.
             store.under(lease).put(self.key, self._address)
-            self.lease = lease  # not before: a lease without the key would be refreshed for ever
+            self.lease = lease  # not earlier: a lease without the key would be refreshed for ever
         self.silence.restart()
 
     def put(self, key: str, value: str) -> None:
-        """Put a key under the lease, so that it goes with the node."""
+        """Put a key under the node's lease, so that etcd deletes it when the node is gone."""
         try:
             self.store.under(self.lease).put(key, value)
-        except LeftOut:  # on a machine that hung for a while, this node's own lease may have run out
+        except LeftOut:  # on a machine that hung for a while, the node's own lease may have run out
             self.keep()
             self.store.under(self.lease).put(key, value)
 
     def end(self, etcd: Etcd) -> None:
-        """Remove all keys under it at once. It is taken anew by no `keep`, nor by one that is under way."""
+        """Delete all keys under the node's lease at once. No `keep` grants it again, not even one in progress."""
         self._is_ended = True
         if self.lease:
             etcd.revoke(self.lease)

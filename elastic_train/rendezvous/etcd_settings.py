@@ -1,6 +1,6 @@
-"""Where an etcd cluster is and how to speak to it: from torchrun's options and the environment, checked once.
+"""Address and credentials of an etcd cluster, from torchrun's options and the environment, checked once.
 
-Light: every agent of an etcd job loads it, and hands it to its workers in one environment variable.
+Imports nothing heavy: every agent of an etcd job loads it, and passes the settings to its workers in one variable.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic_train.protocol.addresses import MAX_PORT
 
 DEFAULT_PORT = 2379
 SETTINGS_VARIABLE = "ELASTIC_TRAIN_ETCD"
-"""how an agent tells its workers; holds no password"""
+"""environment variable by which an agent passes the settings to its workers; without a password"""
 USER_VARIABLE = "ELASTIC_TRAIN_ETCD_USER"
 PASSWORD_VARIABLE = "ELASTIC_TRAIN_ETCD_PASSWORD"
 PASSWORD_FILE_VARIABLE = "ELASTIC_TRAIN_ETCD_PASSWORD_FILE"
@@ -27,7 +27,7 @@ CONF_KEYS = (*TEXT_KEYS, "grace", "last_call")
 """keys of --rdzv-conf that are read here; last_call also under torchrun's own name, last_call_timeout"""
 OTHER_KEYS = (
     "membership", "lease", "join_timeout", "read_timeout", "last_call_timeout",
-    # of torchrun's other rendezvous, or set by torchrun itself; without a meaning here
+    # of torchrun's other rendezvous, or set by torchrun itself; without effect here
     "timeout", "rank", "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt",
     "cas_backoff_max_seconds", "is_host", "store_type",
 )  # fmt: skip
@@ -40,9 +40,9 @@ class EtcdSettings:
     """One etcd cluster, one user, one key prefix."""
 
     endpoints: tuple[str, ...]
-    """HOST:PORT of its members; any of them may be away"""
+    """HOST:PORT of etcd's members; any of them may be down"""
     prefix: str = "/elastic_train"
-    """begins every key: etcd's role permissions can fence one team's jobs from another's by it"""
+    """of every key; etcd's role permissions can separate the jobs of teams by it"""
     ca: str | None = None
     """file of the certificate authority; switches TLS on"""
     cert: str | None = None
@@ -52,8 +52,8 @@ class EtcdSettings:
     password_file: str | None = None
     """file whose first line is the password; without it, the password is in ELASTIC_TRAIN_ETCD_PASSWORD"""
     grace: float = 60.0
-    """seconds that etcd may be away from `agents`, or from a node that is in no world; and after which members of whom
-    neither etcd nor a newcomer hears count for nothing"""
+    """seconds without etcd that `agents`, or a node that is in no world, survive; also seconds after which members are
+    ignored that neither etcd nor a newcomer hears"""
     last_call: float = LAST_CALL_SECONDS
     """seconds that a first world below max_nodes waits for more nodes"""
     min_nodes: int = 1
@@ -65,7 +65,7 @@ class EtcdSettings:
         if (self.cert is None) != (self.key is None):
             raise UsageError("etcd: a client certificate needs both cert= and key= in --rdzv-conf")
         if self.cert is not None and self.ca is None:
-            # The etcd3 client would speak plaintext and say nothing.
+            # The etcd3 client would use plaintext without a warning.
             raise UsageError("etcd: cert= and key= need ca= too, the authority that signed the servers' certificates")
         for name in ("ca", "cert", "key", "password_file"):
             path = getattr(self, name)
@@ -75,7 +75,7 @@ class EtcdSettings:
             raise UsageError(f"etcd: prefix={self.prefix} must begin with a slash and not end with one")
 
     def password(self, environ: Mapping[str, str]) -> str | None:
-        """The password of `user`; None without one. Raises UsageError where there is a user and no password."""
+        """Return the password of `user`; None without a user. Raises: UsageError: the user has no password."""
         if self.user is None:
             return None
         if self.password_file is not None:
@@ -111,10 +111,10 @@ class EtcdSettings:
         max_nodes: int,
         last_call: float = LAST_CALL_SECONDS,
     ) -> EtcdSettings:
-        """From `--rdzv-endpoint`, `--rdzv-conf` and the environment; `last_call` where the user does not say.
+        """Read `--rdzv-endpoint`, `--rdzv-conf` and the environment; `last_call` is the default of that key.
 
         Raises:
-            UsageError: something is missing, cannot be read, or must not stand on a command line.
+            UsageError: a value is missing, malformed, or must not be on a command line.
         """
         require_known(conf)
         given = {name: str(conf[name]) for name in TEXT_KEYS if name in conf}
@@ -140,7 +140,7 @@ class EtcdSettings:
 
 
 def read_seconds(conf: Mapping[str, object], key: str, default: float) -> float:
-    """A value of `--rdzv-conf`. Raises: UsageError: it is no time that ends."""
+    """Return a value of `--rdzv-conf`. Raises: UsageError: it is not a finite number above 0."""
     text = str(conf.get(key, default))
     try:
         seconds = float(text)
@@ -152,7 +152,7 @@ def read_seconds(conf: Mapping[str, object], key: str, default: float) -> float:
 
 
 def require_known(conf: Mapping[str, object]) -> None:
-    """Raises UsageError where `--rdzv-conf` has a key that means nothing, or what must not stand on a command line."""
+    """Raises: UsageError: `--rdzv-conf` has an unknown key, or a password, which must not be on a command line."""
     if "password" in conf:
         raise UsageError(
             "etcd: everybody on this machine can read a password on a command line: give password_file=PATH, or "
@@ -164,10 +164,10 @@ def require_known(conf: Mapping[str, object]) -> None:
 
 
 def parse_endpoints(text: str) -> tuple[tuple[str, ...], set[str]]:
-    """(HOST:PORT..., schemes that were given) of a comma-separated list.
+    """Return (HOST:PORT..., given schemes) of a comma-separated list.
 
     Raises:
-        UsageError: a part is not [http[s]://]HOST[:PORT], or there is no such port.
+        UsageError: a part is not [http[s]://]HOST[:PORT], or the port is out of range.
     """
     endpoints, schemes = [], set()
     for part in filter(None, (part.strip() for part in text.split(","))):

@@ -1,10 +1,10 @@
 """A key-value store on etcd v3, for a job's entry; and, for agents, a mirror of a part of it in the process's memory.
 
-Everything is written under one lease and behind one **guard**: a key whose disappearance means that the job is over,
-or that another has taken its place. A process that was frozen meanwhile can write nothing any more.
+Every write is under one lease and behind one **guard**: a key that exists only until the job is over, or another has
+taken its place. A process that was frozen meanwhile can write nothing after that.
 
-A value is stored behind a stamp of its own write. A transaction that got no answer may have been applied: then what
-stands there has its stamp.
+Each value begins with a stamp unique to its write. A transaction without an answer may have been applied: the stored
+value then has its stamp.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from elastic_train.rendezvous.etcd_errors import Compacted, LeaseLost, Transient
 
 STAMP_BYTES = 12
 MIRROR_LAG_SECONDS = 1.0
-"""how long a mirror may lack what this process has written, until etcd is asked; and hear nothing, to begin anew"""
+"""how long a mirror may lack this process's own writes before etcd is read; and be silent before it is restarted"""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """The key that must still be the one that this revision created."""
+    """A key that must still be the one that `create_revision` created."""
 
     key: str
     create_revision: int
@@ -38,8 +38,8 @@ class EtcdStore:
     """A SharedStore (store.py) on etcd. For any thread: the connections serve many at once.
 
     Args:
-        lease: all keys are put under it; 0 for none.
-        guard: without it nothing is written; None for none.
+        lease: of all keys; 0 for none.
+        guard: condition of every write; None for none.
         mirror: answers reads of keys below its prefix; never older than what a store with it has written or seen.
 
     Raises, from every call:
@@ -62,7 +62,7 @@ class EtcdStore:
             return [text_of(mirror.get(key)) for key in keys]
         entries = self.etcd.get_many(keys)
         for entry in entries:
-            if entry is not None:  # the mirror may lag behind what has been seen here
+            if entry is not None:  # the mirror may lag behind this read
                 self._note(entry.key, entry.mod_revision)
         return [text_of(entry) for entry in entries]
 
@@ -81,12 +81,12 @@ class EtcdStore:
         return value
 
     def with_timeouts(self, deadline: float, attempt_seconds: float, before_retry: Callable[[str], None]) -> EtcdStore:
-        """The same store, with other limits on how long a call may take."""
+        """Return the same store with other timeouts."""
         etcd = replace(self.etcd, deadline=deadline, attempt_seconds=attempt_seconds, before_retry=before_retry)
         return replace(self, etcd=etcd)
 
     def under(self, lease: int) -> EtcdStore:
-        """The same store, its keys under another lease."""
+        """Return the same store with another lease for its keys."""
         return replace(self, lease=lease)
 
     def delete(self, key: str) -> None:
@@ -99,7 +99,7 @@ class EtcdStore:
             self.mirror.must_have(revision)
 
     def _write(self, conditions: Sequence[object], key: str, stamped: bytes) -> Entry | None:
-        """Put under conditions; None if that was done, else what stands there (version 0: nothing)."""
+        """Put under conditions. Return None if it was written, else the present entry (version 0: no key)."""
         etcd, guard = self.etcd, self.guard
         compare, failure = list(conditions), [etcd.get_request(key)]
         if guard is not None:
@@ -120,7 +120,7 @@ class EtcdStore:
             return Entry(key, b"", 0, 0, 0, 0)
         standing = outcome.entries[0][0]
         self._note(standing.key, standing.mod_revision)
-        return None if standing.value == stamped else standing  # ours: an attempt that got no answer was applied
+        return None if standing.value == stamped else standing  # same stamp: an attempt without answer was applied
 
 
 def stamp() -> bytes:
@@ -132,9 +132,9 @@ def text_of(entry: Entry | None) -> str | None:
 
 
 class Mirror:
-    """All keys below a prefix, in memory: one listing, and then one watch that is begun again whenever it breaks.
+    """All keys below a prefix, in memory: one listing, then one watch, which is restarted whenever it breaks.
 
-    With it, many reads of many members cost the cluster one message a change each, and no request at all.
+    So the cluster sends each member one message per change, and reads cost no request.
     """
 
     def __init__(self, etcd: Etcd, prefix: str) -> None:
@@ -143,11 +143,11 @@ class Mirror:
         self._changed = threading.Condition()
         self._entries: dict[str, Entry] = {}
         self._revision = -1
-        """all changes up to here are in `_entries`; -1 before the first listing"""
+        """`_entries` has all changes up to this one; -1 before the first listing"""
         self._known = 0
         """the newest revision of any key below the prefix that this process has written or seen"""
         self._heard_at = time.monotonic()
-        """when the stream last brought something"""
+        """when the stream last brought a change"""
         self._watch: Watch | None = None
         self._is_closed = False
         self._crash: BaseException | None = None
@@ -161,8 +161,8 @@ class Mirror:
         return self._entries.get(key)
 
     def below(self, prefix: str, *, by_age: bool = False, since: int = 0) -> dict[str, str]:
-        """The texts of all keys that begin with `prefix` and were changed after revision `since`; in the order of
-        their creation, if asked for."""
+        """Return the texts of all keys that begin with `prefix` and changed after revision `since`; `by_age`: in the
+        order of their creation."""
         with self._changed:
             if self._crash is not None:
                 raise self._crash
@@ -174,19 +174,19 @@ class Mirror:
         return {entry.key: text_of(entry) or "" for entry in found}
 
     def must_have(self, revision: int) -> None:
-        """A key below the prefix was changed by this revision: no read may be older from now on."""
+        """Record that this revision changed a key below the prefix: from now on no read may be older."""
         with self._changed:
             self._known = max(self._known, revision)
 
     def wait_for_known(self) -> bool:
-        """Until every change that this process knows of is in; False where that would take too long.
+        """Wait until the mirror has every change that this process knows of; return False after MIRROR_LAG_SECONDS.
 
-        A stream that has been silent for so long is then begun anew; one that is busy would only be busier.
+        A stream that was silent for all that time is then restarted. A busy stream is not: that would add to its load.
         """
         with self._changed:
             if self._changed.wait_for(self._has_known, MIRROR_LAG_SECONDS):
                 return True
-        if time.monotonic() > self._heard_at + MIRROR_LAG_SECONDS:  # its member of etcd is frozen, or gone
+        if time.monotonic() > self._heard_at + MIRROR_LAG_SECONDS:  # the stream's etcd member is frozen, or gone
             self.reconnect()
         return False
 
@@ -196,12 +196,12 @@ class Mirror:
         return self._revision >= self._known
 
     def wait_for_change(self) -> None:
-        """Until there is one, a tenth of a second at most."""
+        """Wait for a change, a tenth of a second at most."""
         with self._changed:
             self._changed.wait(0.1)
 
     def reconnect(self) -> None:
-        """The stream is silent though there is something to tell: from another endpoint, from the start."""
+        """Restart a stream that is silent though changes exist: with a new listing, from another endpoint."""
         watch = self._watch
         if watch is not None:
             watch.cancel()
@@ -220,7 +220,7 @@ class Mirror:
             except (Transient, Compacted, StoreUnreachable):
                 with self._changed:
                     self._changed.wait(0.05)
-            except BaseException as error:  # told to the reader
+            except BaseException as error:  # raised at the reader
                 with self._changed:
                     self._crash = error
                     self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Workers that SLURM's srun starts, one task each, without torchrun: its variables as those that torchrun would set."""
+"""Workers started by SLURM's srun, one per task, without torchrun: srun's variables translated to torchrun's."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import re
 from collections.abc import Mapping
 
 FIRST_PORT, NUM_PORTS = 29500, 3000
-"""below 32768, where the kernel begins to give out ports for connections, any of which may be in use"""
+"""below 32768: from there on the kernel gives out ports for connections, so that they may be in use"""
 STEP_STRIDE = 1147
-"""ports between two steps of one job: the jobs around it, which may be on the same host, have the ports between. The
-golden section of NUM_PORTS, nearly: 20 steps come no nearer to the first one than 80 ports, around the end as well"""
+"""ports between two steps of one job, so that the ports between are for neighbouring job ids, perhaps on the same host.
+It is near the golden section of NUM_PORTS: 20 steps stay at least 80 ports from the first, also modulo NUM_PORTS."""
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""from here on ids of steps that srun has not started: the batch script, an interactive shell (slurm.h)"""
+"""from here on step ids are not srun's: the batch script, an interactive shell (slurm.h)"""
 
 
 def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, ... of an srun task; none where this is no task of several, or RANK is set already, or this is
-    a batch script.
+    """Return RANK, WORLD_SIZE, ... of an srun task; none if it is the only task, RANK is set already, or this is a
+    batch script.
 
-    The store is hosted by rank 0, on the first host of the step, at a port that follows from the ids of job and step;
-    MASTER_ADDR and MASTER_PORT override either.
+    Rank 0 hosts the store on the step's first host, at a port computed from the ids of job and step; MASTER_ADDR and
+    MASTER_PORT override either.
     """
     size = num_tasks(environ)
     if "RANK" in environ or "SLURM_PROCID" not in environ or size == "1" or is_batch_script(environ):
@@ -47,14 +47,14 @@ def num_tasks(environ: Mapping[str, str]) -> str:
 
 
 def is_batch_script(environ: Mapping[str, str]) -> bool:
-    """Whether SLURM has started this process without srun: one process alone, though it be called task 0 of as many as
-    the job has asked for. SLURM gives a task's pid to both, and a step's id to srun's."""
+    """Return whether SLURM has started this process without srun. It is then alone, though its variables say task 0 of
+    all that the job has asked for. SLURM sets SLURM_TASK_PID for both, but an ordinary step id only under srun."""
     step = environ.get("SLURM_STEP_ID", "")
     return int(step) >= FIRST_SPECIAL_STEP if step.isdigit() else "SLURM_TASK_PID" in environ
 
 
 def unused_tasks_warning(environ: Mapping[str, str]) -> str | None:
-    """What to say where a batch script trains alone in a job of several tasks; None where it does not."""
+    """Return a warning if a batch script trains alone in a job of several tasks, else None."""
     size = num_tasks(environ)
     if "RANK" in environ or size == "1" or not is_batch_script(environ):
         return None
@@ -65,8 +65,8 @@ def unused_tasks_warning(environ: Mapping[str, str]) -> str | None:
 
 
 def tasks_of_node(per_node: str, node: int) -> str:
-    """How many tasks a node of the step has, by its index: of `2(x3),1` the fourth has one. The last number counts for
-    all that follow it: SLURM_NTASKS_PER_NODE is one for all."""
+    """Return the number of tasks on a node, by its index in the step: for `2(x3),1` the fourth node has one. The last
+    number holds for all further nodes: SLURM_NTASKS_PER_NODE is one number for all."""
     sizes: list[str] = []
     for size, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node):
         sizes += [size] * int(repeats or 1)
@@ -74,7 +74,7 @@ def tasks_of_node(per_node: str, node: int) -> str:
 
 
 def first_host(hosts: str) -> str:
-    """The first of SLURM's host list: `n[03-07,9],m1` begins with n03."""
+    """Return the first host of SLURM's list: n03 for `n[03-07,9],m1`."""
     match = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\]([^,\[]*))?", hosts)
     assert match is not None, "matches the empty string"
     return "".join(part or "" for part in match.groups())

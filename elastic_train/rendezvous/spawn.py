@@ -16,14 +16,14 @@ from elastic_train.system import AGENT_VARIABLE, name_of_process, require_linux
 
 
 def is_spawner(num_workers: int, environ: Mapping[str, str]) -> bool:
-    """Whether this process, which was given --spawn, is to start the workers; else it is one of them.
+    """Return whether this process, which has --spawn, must start the workers; if not, it is one of them.
 
     Raises:
-        UsageError: a launcher starts the workers.
+        UsageError: a launcher has started this worker.
     """
     if "RANK" in environ and AGENT_VARIABLE in environ and "TORCHELASTIC_RUN_ID" not in environ:
         return False
-    is_terminal = "SLURM_PTY_PORT" in environ  # of `srun --pty bash`, a task that is no worker
+    is_terminal = "SLURM_PTY_PORT" in environ  # below `srun --pty bash`, a task that is no worker
     if "RANK" in environ or (torchrun_variables(environ) and not is_terminal):
         seen = "RANK" if "RANK" in environ else "SLURM_PROCID"
         raise UsageError(
@@ -35,11 +35,11 @@ def is_spawner(num_workers: int, environ: Mapping[str, str]) -> bool:
 
 
 def spawn(num_workers: int, arguments: Sequence[str]) -> int:
-    """Run workers with these flags and wait for all of them; returns the exit code of the whole.
+    """Run workers with these flags, wait for all of them, and return the exit code of the job.
 
-    This process hosts their store, so any of them may die; the others go on. 0 where one reached the end of training,
-    else the first worker's code that is not 0. SIGTERM and SIGINT are passed on to all of them, and SIGHUP, unless this
-    process ignores it.
+    This process hosts their store, so any worker may die and the rest go on. The code is 0 if a worker reached the end
+    of training, else the first code by rank. All workers get the SIGTERM, SIGINT and SIGHUP of this process, unless it
+    ignores SIGHUP.
     """
     require_linux("--spawn")
     from torch.distributed import TCPStore
@@ -53,23 +53,23 @@ def spawn(num_workers: int, arguments: Sequence[str]) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         AGENT_VARIABLE: name_of_process(os.getpid()),
     }
-    environ.pop("TORCHELASTIC_RUN_ID", None)  # of a torchrun around, which these would take for their own
+    environ.pop("TORCHELASTIC_RUN_ID", None)  # of an enclosing torchrun, which these workers would take for theirs
     workers: list[subprocess.Popen[bytes]] = []
     early: list[int] = []
     is_starting = True
 
     def pass_on(signum: int, _frame: FrameType | None) -> None:
-        if is_starting:  # one that is just being started is in no list yet
+        if is_starting:  # a worker that is just being started is in no list yet
             early.append(signum)
             return
         for worker in workers:
-            worker.send_signal(signum)  # nothing where it has ended
+            worker.send_signal(signum)  # no-op for a worker that has ended
 
     for signum in signals_to_handle():
         signal.signal(signum, pass_on)
     command = [sys.executable, "-m", "elastic_train", *arguments]
     for rank in range(num_workers):
-        # In a session of its own: a terminal's Ctrl-C would reach it twice, which means to end at once.
+        # In a session of its own: otherwise a terminal's Ctrl-C would reach a worker twice, which means to end at once.
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         workers.append(subprocess.Popen(command, env=environ | own, start_new_session=True))
     is_starting = False
