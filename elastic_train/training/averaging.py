@@ -12,14 +12,14 @@ from torch import nn
 from elastic_train.training.ordered_buffers import make_writable
 
 AVERAGED = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64}
-"""types of numbers that torch can take a mean of"""
+"""data types of which torch can take a mean"""
 
 
 class AveragedWeights:
     """average = decay * average + (1 - decay) * weights, after every committed step.
 
-    `torch.optim.swa_utils.AveragedModel` would do, but for the `module.` that it puts before every name of its state.
-    BatchNorm's statistics are not averaged, nor parameters of whole numbers or of 8 bits: they are the model's.
+    `torch.optim.swa_utils.AveragedModel` does the same, but puts `module.` before every name of its state.
+    BatchNorm's statistics, integer parameters and 8-bit parameters are not averaged but copied from the model.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -32,29 +32,29 @@ class AveragedWeights:
         self._others = [*set(range(len(self._parameters))).difference(self._floats)]
         self._narrow = [place for place in self._floats if _is_narrow(self._parameters[place])]
         self._wide: dict[int, torch.Tensor] = {}
-        """in float32, by their place, the averages of trained parameters of 16 bits, which would round each move away;
-        the model has them rounded"""
+        """averages of trained 16-bit parameters in float32, by place: in 16 bits each small change would be rounded
+        away. The averaged model has them rounded."""
         self._infinite: set[int] | None = None
-        """places of parameters that hold infinities, as a mask does; None until an update has looked"""
+        """places of parameters with infinities, such as a mask; None before the first update"""
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """`model` has committed a step."""
+        """Update the average after `model` has committed a step."""
         ours, theirs = self._parameters, list(model.parameters())
         for place in self._narrow:
             if theirs[place].requires_grad and place not in self._wide:
                 self._wide[place] = ours[place].float()
-        if self._infinite is None:  # once: it waits for the device
+        if self._infinite is None:  # only once, because it waits for the device
             self._infinite = {i for i in self._floats if not (ours[i].isfinite().all() & theirs[i].isfinite().all())}
         apart = self._wide.keys() | self._infinite
         floats = [place for place in self._floats if place not in apart] if apart else self._floats
         if floats:
             torch._foreach_lerp_([ours[i] for i in floats], [theirs[i] for i in floats], 1.0 - self._decay)
-        for place in apart:  # one by one: there is a copy of each, and not of all
+        for place in apart:  # one by one, so that only one copy exists at a time
             average = self._wide.get(place, ours[place])
             weights = theirs[place].to(average.dtype)
             average.lerp_(weights, 1.0 - self._decay)
-            if place in self._infinite:  # which have no mean: of infinity and infinity it would be NaN
+            if place in self._infinite:  # the mean of two infinities would be NaN
                 average.copy_(torch.where(average.isnan(), weights, average))
             ours[place].copy_(average)
         for place in self._others:
@@ -65,7 +65,7 @@ class AveragedWeights:
                 _take_over(layers[place], layer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averaged model's, with the model's own names; in float32 what is averaged so."""
+        """Return the averaged model's state with the model's own names; averages kept in float32 are float32 here."""
         state = self.model.state_dict()
         state.update(
             (name, self._wide[place]) for name, place in self._places() if name in state and place in self._wide
@@ -74,7 +74,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Of `state_dict`, or the model's own."""
+        """Load what `state_dict` returned, or the model's own state."""
         self._wide.clear()
         self._infinite = None
         self.model.load_state_dict(state_dict)
@@ -84,7 +84,7 @@ class AveragedWeights:
                 self._wide[place] = given.to(self._parameters[place].device, torch.float32, copy=True)
 
     def _places(self) -> Iterator[tuple[str, int]]:
-        """Of the parameters, by name; a tied one has several."""
+        """Return (name, place) of the parameters; a tied one has several names."""
         places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         return ((name, places[id(one)]) for name, one in self.model.named_parameters(remove_duplicate=False))
 
@@ -94,8 +94,8 @@ def _is_narrow(tensor: torch.Tensor) -> bool:
 
 
 def _take_over(ours: nn.Module, theirs: nn.Module) -> None:
-    """Give one layer what the other one's buffers hold. A forward pass, of either, may have put another tensor in the
-    place of one, of another size perhaps, or have made or dropped one."""
+    """Copy the buffers of layer `theirs` to layer `ours`. A forward pass of either may have replaced a buffer, perhaps
+    with another size, or have added or dropped one."""
     for name in ours._buffers.keys() - theirs._buffers.keys():
         del ours._buffers[name]
     ours._non_persistent_buffers_set = set(theirs._non_persistent_buffers_set)

@@ -1,14 +1,14 @@
-"""Collectives and messages of the default process group; waiting for one ends soon after the group is broken off.
+"""Collectives and messages of the default process group; a wait for one ends soon after the group is broken off.
 
-gloo's own waits may not. When a connection breaks, `Pair::signalException` (gloo, transport/tcp/pair.cc) tells nobody
-of the sends that are queued, because they met a full buffer or the broken connection itself, nor of a message that is
-half received: a rank that waits for these waits until the group's timeout. A member that wakes up when the others have
-hung up meets this often. So the training thread does not wait inside gloo: it looks up now and then, and leaves a group
-that hangs behind (`GroupSockets.require_hope`).
+gloo's own waits may not end. When a connection breaks, `Pair::signalException` (gloo, transport/tcp/pair.cc) reports
+neither sends that are queued (by a full buffer, or on the broken connection) nor a message that is half received. A
+rank that waits for these waits until the group's timeout. This often happens to a member that wakes up after its peers
+have closed their connections. So the training thread does not wait inside gloo. It checks the group now and then, and
+leaves one that hangs (`GroupSockets.require_hope`).
 
-NCCL has an abort, and its works are waited for as usual. So are, inside of DDP, its copies of first weights, what its
-options make it exchange, sparse gradients, and buckets and buffers on a GPU under gloo. For these the watcher's
-`give_up` is what is left.
+NCCL has an abort, so its works are waited for as usual. So are some waits inside DDP: its copies of first weights, the
+exchanges of its options, sparse gradients, and buckets and buffers on a GPU under gloo. For these only the watcher's
+`give_up` helps.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from elastic_train.training.group_sockets import GroupSockets
 
 SIZE_BYTES = 8
 FIRST_BYTES = 512
-"""of what is gathered, in the first message: most often it is all, and a second one would hold up a recovery"""
+"""of a gathered value in the first message: mostly all of it; a second message would delay a recovery"""
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 """gloo moves a broadcast as one buffer; chunks bound the extra memory"""
 GROUP_TIMEOUT = timedelta(minutes=30)
-"""the last resort while the state is handed over, and at the end of a world; the watcher is there to be faster"""
+"""last resort while the state is handed over, and at the end of a world; the watcher is normally faster"""
 STEP_TIMEOUT = timedelta(hours=2)
 """the same in training, where the watcher knows how long a member may take (heartbeat.py)"""
 LOOK_SECONDS = 0.25
@@ -47,17 +47,17 @@ class _Group:
     sockets: GroupSockets
     is_over: bool = False
     failure: str | None = None
-    """of one of its collectives; the code that is trained may have caught the error"""
+    """error of one of its collectives; user code may have caught it"""
 
     def require_hope(self) -> None:
-        """As `GroupSockets`; for a thread that still waits in a group which the training thread has left, too."""
+        """As `GroupSockets.require_hope`; also for a thread that still waits in a group after the training thread."""
         if self.is_over:
             raise FormationFailed("the process group is over")
         self.sockets.require_hope()
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """The error of a collective inside the block is known from then on."""
+        """Record in `failure` the error of a collective inside the block."""
         try:
             yield
         except Exception as error:
@@ -70,7 +70,7 @@ _present: _Group | None = None
 
 @contextmanager
 def broken_off_by(sockets: GroupSockets) -> Iterator[None]:
-    """Waiting inside the block ends when `sockets` have no hope; one at a time, like torch's default process group."""
+    """End waits inside the block when `sockets` have no hope. One block at a time, as torch has one default group."""
     global _present
     _present = group = _Group(sockets)
     try:
@@ -81,23 +81,23 @@ def broken_off_by(sockets: GroupSockets) -> Iterator[None]:
 
 
 def require_sound() -> None:
-    """For where the code that is trained may have caught an error that is none of its own. Raises: FormationFailed
-    where a collective of the present group has failed that was waited for here."""
+    """Check for the error of a collective that user code may have caught. Raises: FormationFailed: a wait of this module
+    for a collective of the present group has failed."""
     if _present is not None and _present.failure is not None:
         raise FormationFailed(_present.failure)
 
 
 def wait(work: Any, tensor: Tensor) -> None:
-    """Until an asynchronous collective of `tensor` is done (with NCCL: the stream waits for it).
+    """Wait until an asynchronous collective of `tensor` is done (with NCCL only the stream waits for it).
 
     Raises:
-        FormationFailed: the group was broken off, and does not end. RuntimeError: from the communication library.
+        FormationFailed: the group was broken off, and its wait hangs. RuntimeError: from the communication library.
     """
     _wait(work, _group_of(tensor))
 
 
 def _group_of(tensor: Tensor) -> _Group | None:
-    """The one whose collectives of it may hang; None where NCCL's abort ends them."""
+    """Return the group whose collectives of `tensor` may hang; None if NCCL's abort ends them."""
     is_nccl = _present is not None and _present.sockets.has_nccl and tensor.is_cuda
     return None if is_nccl else _present
 
@@ -109,34 +109,34 @@ def _wait(work: Any, group: _Group | None) -> None:
     with group.noting():
         while True:
             try:
-                work.wait(timedelta(seconds=LOOK_SECONDS))  # leaves the collective as it is, unlike that of a message
+                work.wait(timedelta(seconds=LOOK_SECONDS))  # a timeout here ends no collective, but would end a message
                 return
             except RuntimeError:
                 if work.is_completed():
-                    break  # with its own error, or since the wait was over
+                    break  # failed, or done just after the timeout
             group.require_hope()
         work.wait()
 
 
 def numbers(tensor: Tensor) -> list[Any]:
-    """`tensor.tolist()`, for what has been reduced: blocks until the device has it, or NCCL was aborted."""
+    """Return `tensor.tolist()` of a reduced tensor. Blocks until the device has it, or NCCL was aborted."""
     found: list[Any] = LateNumbers(tensor).read() if tensor.is_cuda else tensor.tolist()
     return found
 
 
 class LateNumbers:
-    """What a tensor on a GPU holds, once the GPU has done what it was given so far; it may be given more meanwhile."""
+    """The values of a GPU tensor after the work queued so far; more work may be queued before `read`."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # By pinned memory: a copy to other memory holds a lock of CUDA's until it has ended, and a thread that saves
-        # the last commit meanwhile would wait for that (pytorch/pytorch#143825).
-        with _waiting():  # the first time it may
+        # By pinned memory: a copy to other memory holds a lock of CUDA until its end, and a thread that saves the last
+        # commit would wait for that lock (pytorch/pytorch#143825).
+        with _waiting():  # the first pinned allocation may wait
             self._on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
         self._on_host.copy_(tensor.detach(), non_blocking=True)
         self._event = torch.cuda.current_stream(tensor.device).record_event()
 
     def read(self) -> Any:
-        """`tolist()`: blocks until they have come, or NCCL was aborted."""
+        """Return them as `tolist()`. Blocks until they have come, or NCCL was aborted."""
         with _waiting():
             self._event.synchronize()
         return self._on_host.tolist()
@@ -147,36 +147,35 @@ def _waiting() -> AbstractContextManager[None]:
 
 
 def all_reduce(tensor: Tensor) -> None:
-    """The sum over the ranks, in place. Raises as `wait`."""
+    """Sum `tensor` over the ranks, in place. Raises as `wait`."""
     wait(dist.all_reduce(tensor, async_op=True), tensor)
 
 
 def broadcast(tensor: Tensor, source: int) -> None:
-    """That of rank `source`, in place. Raises as `wait`."""
+    """Copy `tensor` of rank `source` to every rank, in place. Raises as `wait`."""
     wait(dist.broadcast(tensor, source, async_op=True), tensor)
 
 
 def all_gather(numbers: Tensor) -> list[list[int]]:
-    """Every rank's `numbers` (whole, on the CPU, as many on every rank), by rank. Raises as `wait`."""
+    """Return every rank's `numbers` (integers on the CPU, as many on every rank), by rank. Raises as `wait`."""
     found = [torch.zeros_like(numbers) for _ in range(dist.get_world_size())]
     wait(dist.all_gather(found, numbers, async_op=True), numbers)
     return [one.tolist() for one in found]
 
 
 def barrier() -> None:
-    """By a message on the CPU: torch's own is NCCL's where that has a device. Raises as `wait`."""
+    """Wait for all ranks, by a CPU message: torch's own barrier would use NCCL where that exists. Raises as `wait`."""
     all_reduce(torch.zeros(1, device="cpu"))
 
 
 def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
-    """Move tensors from and to ranks. Between two ranks messages arrive in the order in which they were sent. Raises as
-    `wait`."""
+    """Send and receive tensors. Between two ranks messages arrive in the order of sending. Raises as `wait`."""
     operations = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in receives]
     operations += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in sends]
     if not operations:
         return
-    # A message of gloo waits for as long as its group was given at the start, whatever set_timeout() says later: a
-    # second here, and a slower rank is no lost one. With a limit NCCL would block the processor.
+    # A message of gloo waits for the group's first timeout, and ignores a later set_timeout(): that is one second here,
+    # and a slow rank is not lost. With a limit NCCL would block the CPU thread.
     limit = () if operations[0].tensor.is_cuda else (STEP_TIMEOUT,)
 
     def complete() -> None:
@@ -192,19 +191,19 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
         stream = torch.cuda.current_stream(operations[0].tensor.device)
 
         def complete_on_stream() -> None:
-            torch.cuda.set_device(stream.device)  # `torch.cuda.stream` would go back to 0, and make a context there
+            torch.cuda.set_device(stream.device)  # `torch.cuda.stream` would return to device 0, and make a context
             torch.cuda.set_stream(stream)
             complete()
 
-        # Of a batch that fails half way NCCL and torch keep what had begun, for each thread, and would go on with it in
-        # the next world, when it is freed: so the thread is one that ends with the world.
+        # When a batch fails half way, NCCL and torch keep its begun part per thread, and would continue it in the next
+        # world. So this thread ends with its world.
         _helper.run(complete_on_stream, None)
 
 
 def reduced(work: Any, tensor: Tensor, then: Callable[[], None] = lambda: None) -> Future[Tensor]:
-    """`tensor` once an all-reduce of it is done, as DDP's communication hook returns it. Fails with a RuntimeError that
-    quotes what `wait` raises. Those that were begun before are done by then; `then` is called before anybody knows, on
-    another thread."""
+    """Return a future of `tensor` for DDP's communication hook, complete once its all-reduce and all earlier ones are.
+
+    It fails with a RuntimeError that quotes what `wait` raises. `then` is called before, on the helper's thread."""
     group = _group_of(tensor)
     over: Future[None] = Future()
     errors: list[Exception] = []
@@ -222,39 +221,39 @@ def reduced(work: Any, tensor: Tensor, then: Callable[[], None] = lambda: None) 
             raise errors.pop()
         return tensor
 
-    future = over.then(value)  # `set_exception` would be a value to DDP
+    future = over.then(value)  # DDP would take `set_exception` for a value
     _helper.give(complete)
     return future
 
 
 class _Helper:
-    """A thread that waits in the place of the training thread; a new one for each world, and when it hangs."""
+    """A thread that waits for the training thread; each world has a new one, and so has the time after a hang."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] | None = None
 
     def give(self, task: Callable[[], None]) -> None:
-        """To be done when all that was given before is. It raises nothing."""
+        """Queue a task behind all earlier ones. The task must not raise."""
         if self._tasks is None:
             self._tasks = SimpleQueue()
             threading.Thread(target=_do, args=(self._tasks,), name="communication", daemon=True).start()
         self._tasks.put(task)
 
     def end(self) -> None:
-        """The thread ends when all that was given is done."""
+        """End the thread after all queued tasks."""
         if self._tasks is not None:
             self._tasks.put(None)
             self._tasks = None
 
     def run(self, task: Callable[[], None], group: _Group | None) -> None:
-        """Blocks until it is done. Raises what it raises, and as `wait` where it may hang in `group`."""
+        """Run a task and block until it is done. Raises what it raises, and as `wait` if it may hang in `group`."""
         errors: list[Exception] = []
         is_done = threading.Event()
 
         def attempt() -> None:
             try:
                 task()
-            except Exception as error:  # raised by the thread that waits
+            except Exception as error:  # raised below, on the waiting thread
                 errors.append(error)
             is_done.set()
 
@@ -264,7 +263,7 @@ class _Helper:
                 if group is not None:
                     group.require_hope()
             except FormationFailed:
-                self.end()  # should it ever come so far
+                self.end()  # the thread ends if its task ever does
                 raise
         if errors:
             self.end()
@@ -274,14 +273,14 @@ class _Helper:
 def _do(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
         task()
-        del task  # a group that is over would stay with it
+        del task  # it would keep a group alive that is over
 
 
 _helper = _Helper()
 
 
 def broadcast_bytes(data: bytes | None, source: int) -> bytes:
-    """`data` of rank `source` on every rank; the others pass None. Whole, or an exception."""
+    """Return `data` of rank `source` on every rank, complete or not at all (an exception). Other ranks pass None."""
     is_source = dist.get_rank() == source
     size = torch.tensor([len(data) if is_source and data is not None else 0], dtype=torch.int64, device="cpu")
     broadcast(size, source)
@@ -296,7 +295,7 @@ def broadcast_bytes(data: bytes | None, source: int) -> bytes:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Every rank's `value` (anything JSON can say), by rank. Every rank calls it; nothing is unpickled."""
+    """Return every rank's `value` (anything JSON can encode), by rank. Every rank calls it; nothing is unpickled."""
     data = json.dumps(value).encode()
     mine = len(data).to_bytes(SIZE_BYTES, "little") + data
     firsts = [bytes(one) for one in all_gather(_padded(mine[:FIRST_BYTES], FIRST_BYTES))]

@@ -1,4 +1,4 @@
-"""What a step changes before its reduction is known to be sound, kept so that the step can be taken back."""
+"""Copies of all that a step changes before its reduction is known to be sound, so that the step can be taken back."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from elastic_train.training.ordered_buffers import made_with_nan, make_writable
 from elastic_train.wording import count
 
 Buffers = dict[str, torch.Tensor | None]
-"""of one layer, as its forward pass finds them"""
+"""buffers of one layer, by name"""
 Remembered = dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]
-"""which tensor each of them was, and a copy of what it held"""
+"""by name: a buffer's tensor, and a copy of its values"""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""of an optimizer's `step`, itself the first"""
+"""of an optimizer's `step`; the first is the optimizer"""
 PARTS = "made_of"
-"""in an optimizer's saved state: those of the optimizers that it is made of"""
+"""key in an optimizer's saved state: the states of the optimizers that it is made of"""
 _SCALES = ("_scale", "_growth_tracker")
-"""of a GradScaler; None before its first use"""
+"""attributes of a GradScaler; None before its first use"""
 
 
 class KeptStep:
@@ -41,35 +41,33 @@ class KeptStep:
     ) -> None:
         extras = tuple(named_extras.values())
         self.modules = {name: one for name, one in {"": model, **named_extras}.items() if isinstance(one, nn.Module)}
-        """the model ("") and those among the extras, by name"""
+        """the model ("") and the modules among the extras, by name"""
         self.made_with_nan = {name: made_with_nan(one) for name, one in self.modules.items()}
-        """of each the buffers that hold NaN by design"""
+        """of each module, the buffers that hold NaN by design"""
         self.buffers = KeptBuffers(model, extras)
         self.updates = KeptUpdates(model, optimizer, extras, self.buffers)
-        # A scaler adapts its scale to the gradients, and after a broken reduction these differ between the ranks.
+        # A scaler adapts its scale to the gradients; after a broken reduction these differ between the ranks.
         self.scalers = scalers_in((scaler, optimizer, *extras))
         self._scales: list[tuple[dict[str, Any], Remembered]] = [(vars(one), {}) for one in self.scalers]
 
     def keep(self) -> None:
-        """A step begins."""
+        """Copy all at the start of a step."""
         self.buffers.keep()
-        with torch.no_grad():  # does not wait for a GPU, as the public ways would
+        with torch.no_grad():  # GradScaler's public methods would wait for the GPU
             _remember([({name: held[name] for name in _SCALES}, kept) for held, kept in self._scales])
         self.updates.keep()
 
     def put_back(self) -> bool:
-        """It is again what it was when the step in hand began. Returns whether that includes what optimizers change."""
-        self.buffers.put_back()  # first: those of the extras have the form again in which they can be loaded
+        """Restore all to the start of the open step. Returns whether this includes what optimizers change."""
+        self.buffers.put_back()  # first: the extras' buffers get back the shapes that a load expects
         for held, kept in self._scales:
             _put_back(held, kept)
         return self.updates.put_back()
 
 
 class KeptBuffers:
-    """What forward passes change in the model and in modules among the extras, BatchNorm's statistics, as it was when a
-    step began.
-
-    For the thread that trains; `put_into` also for one that has acquired the state's lock.
+    """Copies, from the start of a step, of the buffers (BatchNorm's statistics) of the model and of modules among the
+    extras: forward passes change these. For the training thread; `put_into` also for a thread that has acquired the state's lock.
     """
 
     def __init__(self, model: nn.Module, extras: Iterable[Any] = ()) -> None:
@@ -80,9 +78,9 @@ class KeptBuffers:
         self._num_walks = 0
 
     def keep(self) -> None:
-        """A step begins."""
-        if self._num_walks < 2:  # no oftener: walking through a large model costs more than many a step
-            self._num_walks += 1  # the second time for what layers register in their first forward pass
+        """Copy the buffers at the start of a step."""
+        if self._num_walks < 2:  # only twice: walking through a large model can cost more than a step
+            self._num_walks += 1  # the second time for buffers that layers register in their first forward pass
             layers = {layer: None for module in self._modules for layer in module.modules() if layer._buffers}
             self._kept = [(layer._buffers, {}) for layer in layers]
         if self._kept:
@@ -90,14 +88,14 @@ class KeptBuffers:
                 _remember(self._kept)
 
     def put_back(self) -> None:
-        """They are again what they were when the step in hand began."""
+        """Restore the buffers to the start of the open step."""
         with torch.no_grad():
             for buffers, kept in self._kept:
                 _put_back(buffers, kept)
 
     def put_into(self, module: Any, module_state: dict[str, Any]) -> None:
-        """The same in the state dict of one of them (in another's nothing): what the step in hand does to it meanwhile
-        does not show there."""
+        """Put the copies into a module's state dict, so that it does not show the changes of the open step. No-op for a
+        module without copies here."""
         if not isinstance(module, nn.Module):
             return
         found = {id(buffers): kept for buffers, kept in self._kept}
@@ -111,12 +109,13 @@ class KeptBuffers:
 
 
 def leave_no_trace(module: nn.Module) -> Callable[[], None]:
-    """A stand-in, on a rank without samples, is about to go through `module`. Returns what puts its buffers back, to be
-    called after the backward pass, in which activation checkpoints run forward passes again.
+    """Prepare `module` for a stand-in sample on a rank without samples. Returns a function that restores the buffers;
+    call it after the backward pass, because activation checkpoints run forward passes again in that.
 
-    Torch's normalising layers use their statistics meanwhile, of which one sample may be too few. These alone, because
-    other models than ours give something else in eval mode, or take part in collectives (SyncBatchNorm) in train mode
-    only. What a SyncBatchNorm takes of the sample it has on all ranks, and keeps.
+    Meanwhile torch's normalising layers are in eval mode and use their running statistics: one sample may be too few
+    for statistics of its own. Other layers stay in train mode, because a user's model may return another thing in eval
+    mode, and a SyncBatchNorm takes part in collectives in train mode only. Its statistics, which then include the
+    sample on all ranks, are not restored.
     """
     layers = [layer for layer in module.modules() if not isinstance(layer, nn.SyncBatchNorm)]
     frozen = [layer for layer in layers if layer.training and isinstance(layer, _NormBase)]
@@ -133,21 +132,21 @@ def leave_no_trace(module: nn.Module) -> Callable[[], None]:
         for layer in frozen:
             layer.training = True
         for buffers, name, buffer, value in kept:
-            buffer.data.copy_(value)  # a graph may have saved it, and not need what it was
+            buffer.data.copy_(value)  # a graph may have saved it; `.data` spares its version check
             buffers[name] = buffer
 
     return put_back
 
 
 class KeptUpdates:
-    """Weights, optimizers and extras when a step began, where optimizers may change them before its last reduction: one
-    of several has stepped, or one steps again, or computes the loss several times in its step (a closure). A copy of
-    all that, in every such step; the first in which one steps again has none.
+    """A copy of weights, optimizers and extras from the start of a step in which optimizers may change them before the
+    last reduction: there are several optimizers, or one steps twice, or its step calls a closure. The first step in
+    which an optimizer steps twice has no copy.
 
-    For the thread that trains, or one that has acquired the state's lock.
+    For the training thread, or a thread that has acquired the state's lock.
 
     Args:
-        buffers: keep those of the extras; a forward pass may have changed them when the copy is made.
+        buffers: copies of the extras' buffers; a forward pass may have changed these before the copy here is made.
     """
 
     def __init__(
@@ -159,19 +158,19 @@ class KeptUpdates:
         self.optimizers = [part for part in self._parts if isinstance(part, torch.optim.Optimizer)]
         self._num_groups = [len(optimizer.param_groups) for optimizer in self.optimizers]
         self.is_needed = len(self.optimizers) > 1
-        """from the next step on; a part of the state, for who takes it over"""
+        """whether steps from the next one on need a copy; saved with the state, for a worker that takes it over"""
         self._num_begun = 0
-        """optimizers' steps in the step in hand"""
+        """optimizer steps begun in the open step"""
         self._parameters: list[nn.Parameter] = []
         self._last: Any = None
-        """the copy of the last step, whose memory is used again"""
+        """copy of the last step, whose memory is reused"""
         self.are_kept = False
-        """of the step in hand"""
+        """whether there is a copy of the open step"""
         self.is_as_sent = True
-        """whether the optimizers have kept, bit by bit, what a peer has sent where that was taken over"""
+        """whether the optimizers hold, bit by bit, the state that a peer has sent; True without such a state"""
 
     def call_before_steps(self, hook: Callable[..., Arguments | None]) -> None:
-        """As `Optimizer.register_step_pre_hook`, of each."""
+        """Register `hook` at each optimizer, as `Optimizer.register_step_pre_hook`."""
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(hook)
 
@@ -181,19 +180,19 @@ class KeptUpdates:
         return {id(one) for optimizer in self.optimizers for one in parameters_of(optimizer)}
 
     def is_part(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether one of the optimizers is made of another one, which this is."""
+        """Return whether `optimizer` is a part that one of the state's optimizers is made of."""
         if any(optimizer is one for one in self.optimizers):
             return False
         return self.owned.issuperset(map(id, parameters_of(optimizer)))
 
     def has_saved(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether what an optimizer holds is saved with those of the state."""
+        """Return whether the state of `optimizer` is saved with the state's optimizers."""
         saved = {id(tensor) for one in self.optimizers for tensor in _tensors_in(self.state_of(one))}
         return saved.issuperset(map(id, _tensors_in(optimizer.state)))
 
     def state_of(self, part: Any) -> dict[str, Any]:
-        """As `part.state_dict()`, and of an optimizer with those of the ones that it is made of, where neither that nor
-        another part of the state has them."""
+        """Return `part.state_dict()`. For an optimizer made of others, add the states of those that neither it nor
+        another part of the state includes."""
         state: dict[str, Any] = part.state_dict()
         parts = parts_of(part) if isinstance(part, torch.optim.Optimizer) else {}
         if not parts:
@@ -204,7 +203,7 @@ class KeptUpdates:
         return {**state, PARTS: held}
 
     def require_groups(self) -> None:
-        """Raises: UsageError where an optimizer has not the number of parameter groups that it began with."""
+        """Raises: UsageError: an optimizer's number of parameter groups has changed since its start."""
         for optimizer, number in zip(self.optimizers, self._num_groups, strict=True):
             found = len(optimizer.param_groups)
             if found != number:
@@ -215,8 +214,8 @@ class KeptUpdates:
                 )
 
     def note_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]) -> Arguments | None:
-        """An optimizer's step begins. A closure of it runs passes, and reductions, within that: returns arguments whose
-        closure calls `check` after each; None where there is no closure."""
+        """Note the start of an optimizer's step. A closure runs passes and reductions within the step. So return
+        arguments whose closure calls `check` after each of its runs; None if there is no closure."""
         self._num_begun += 1
         if self._num_begun > 1:
             self.is_needed = True
@@ -225,7 +224,7 @@ class KeptUpdates:
         if not callable(closure):
             return None
         self.is_needed = True
-        if not self.are_kept and self._num_begun == 1:  # nothing that an optimizer changes has changed
+        if not self.are_kept and self._num_begun == 1:  # no optimizer has changed anything yet
             self._keep()
 
         def compute() -> Any:
@@ -236,13 +235,13 @@ class KeptUpdates:
         return (args, {**kwargs, "closure": compute}) if is_named else ((args[0], compute, *args[2:]), kwargs)
 
     def keep(self) -> None:
-        """A step begins."""
+        """Begin a step, with a copy if one is needed."""
         self.are_kept, self._num_begun = False, 0
         if self.is_needed:
             self._keep()
 
     def _keep(self) -> None:
-        # Parameters of modules that are no extra are kept, too.
+        # Also parameters of modules that are neither the model nor an extra.
         self._parameters = [*self._model.parameters(), *parameters_beside([self._model], self.optimizers)]
         states = [self.state_of(part) for part in self._parts]
         for part, state in zip(self._parts, states, strict=True):
@@ -252,12 +251,12 @@ class KeptUpdates:
         self.are_kept = True
 
     def put_back(self) -> bool:
-        """They are again what they were. Returns whether they were kept, and could be loaded: what has another form by
-        now, such as another number of parameter groups, cannot."""
+        """Restore the copy. Returns False if there is none, or if it cannot be loaded: the number of parameter groups,
+        for one, may have changed."""
         if not self.are_kept:
             return False
         values, states = self._last
-        self.let_go()  # optimizers take what they load
+        self.let_go()  # optimizers keep the tensors that they load
         with torch.no_grad():
             for parameter, value in zip(self._parameters, values, strict=True):
                 parameter.copy_(value)
@@ -269,13 +268,13 @@ class KeptUpdates:
         return True
 
     def let_go(self, *, is_needed: bool = False) -> None:
-        """Of the copy, and its memory. `is_needed` from the next step on, where a state is taken over that needs it."""
+        """Drop the copy and its memory. `is_needed`: make copies from the next step on, as a loaded state demands."""
         self._last, self.are_kept = None, False
         self.is_needed |= is_needed
 
 
 class ExtraNotLoaded(ValueError):
-    """What an extra has raised as it took its state over, which is the cause. The message says which one it is."""
+    """An extra's `load_state_dict` has raised; that error is the cause. The message names the extra."""
 
 
 def load_extra(name: str, extra: Any, state: Mapping[str, Any]) -> None:
@@ -284,15 +283,15 @@ def load_extra(name: str, extra: Any, state: Mapping[str, Any]) -> None:
         load_part(extra, state)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of any kind: it is the user's code
+    except Exception as error:  # of any type: it is the user's code
         raise ExtraNotLoaded(f"extras[{name!r}]: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def load_part(part: Any, state: Mapping[str, Any]) -> None:
-    """Take over what `KeptUpdates.state_of` gave, an optimizer bit by bit: torch rounds what belongs to a parameter to
-    its dtype, moments and master weights in float32 to bfloat16. May keep the tensors that it is given.
+    """Load what `KeptUpdates.state_of` returned, an optimizer bit by bit. Torch would round a parameter's state to its
+    dtype: float32 moments and master weights to bfloat16. May keep the tensors of `state`.
 
-    Loads in place: who shares groups or states with an optimizer, as it is made of others commonly, still does.
+    Loads in place: objects that share groups or states with an optimizer, as parts of one do, still share them.
     """
     if not isinstance(part, torch.optim.Optimizer):
         part.load_state_dict(state)
@@ -302,10 +301,10 @@ def load_part(part: Any, state: Mapping[str, Any]) -> None:
     for name in parts.keys() & held.keys():
         _load_bits(parts[name], held[name])
     _load_bits(part, {name: value for name, value in state.items() if name != PARTS})
-    for one, states, groups, each in before:  # the whole one last: what it shares is as its own state has it
+    for one, states, groups, each in before:  # the whole optimizer last: its own state decides what parts share
         pairs: list[tuple[Any, Any]] = [(states, one.state), *zip(each, one.param_groups, strict=True)]
         for old, new in pairs:
-            if new is not old:  # torch has put it in its place
+            if new is not old:  # torch has replaced it
                 old.clear()
                 old.update(new)
         groups[:] = each
@@ -316,17 +315,17 @@ def _load_bits(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     optimizer.load_state_dict(state)
     numbers = (number for group in state.get("param_groups", ()) for number in group.get("params", ()))
     given = state.get("state", {})
-    for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):  # one that overrides may have others
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):  # a subclass may number others
         _as_given(optimizer.state.get(parameter), given.get(number))
 
 
 def _as_given(loaded: Any, given: Any) -> Any:
-    """`loaded`, where a tensor has got another dtype than it was `given`, as it was given."""
+    """Return `loaded`, with each tensor as `given` where loading has changed its dtype."""
     if isinstance(loaded, torch.Tensor) and isinstance(given, torch.Tensor):
         is_cast = loaded.dtype != given.dtype and loaded.shape == given.shape
         return given.to(loaded.device) if is_cast else loaded
     if isinstance(loaded, dict) and isinstance(given, Mapping):
-        for key in loaded.keys() & given.keys() - {"step"}:  # which torch leaves alone, or knows why
+        for key in loaded.keys() & given.keys() - {"step"}:  # torch itself keeps or converts `step` as it must be
             loaded[key] = _as_given(loaded[key], given[key])
     elif type(loaded) in (list, tuple) and type(given) in (list, tuple) and len(loaded) == len(given):
         return type(loaded)(map(_as_given, loaded, given))
@@ -334,7 +333,7 @@ def _as_given(loaded: Any, given: Any) -> Any:
 
 
 def scalers_in(parts: Iterable[Any]) -> list[torch.amp.GradScaler]:
-    """The GradScalers that are in use among parts of a state, or held by one of them as timm's NativeScaler does."""
+    """Return the enabled GradScalers among parts of a state, or held by a part, as by timm's NativeScaler."""
     held = (one for part in parts for one in (part, *getattr(part, "__dict__", {}).values()))
     found = (one for one in held if isinstance(one, torch.amp.GradScaler) and one.is_enabled())
     return list({id(one): one for one in found}.values())
@@ -349,7 +348,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _copy(value: Any, last: Any) -> Any:
-    """A copy of tensors and plain values, in the memory of the `last` one where that has the same form."""
+    """Return a copy of tensors and plain values. Reuse the memory of `last` where that has the same form."""
     if isinstance(value, torch.Tensor):
         if (
             isinstance(last, torch.Tensor)
@@ -376,11 +375,11 @@ def _remember(found: Iterable[tuple[Buffers, Remembered]]) -> None:
                 copies, sources = again.setdefault((buffer.device, buffer.dtype, buffer.layout), ([], []))
                 copies.append(copy)
                 sources.append(buffer)
-            else:  # a forward pass may put another tensor in its place, of another size perhaps
+            else:  # a forward pass may replace the buffer, perhaps with another size
                 kept[name] = (buffer, _copy(buffer, copy))
     for (_, _, layout), (copies, sources) in again.items():
         if layout is torch.strided:
-            torch._foreach_copy_(copies, sources)  # on a GPU each copy of its own costs more than many a layer
+            torch._foreach_copy_(copies, sources)  # on a GPU separate copies can cost more than a layer
         else:
             for copy, source in zip(copies, sources, strict=True):
                 copy.copy_(source)

@@ -1,5 +1,5 @@
-"""Who may touch the training state: the thread that trains, or one that saves the last commit and ends the process; and
-where, in the work that GPUs were given, the last commit ends."""
+"""Access to the training state, for the training thread or a thread that saves the last commit and ends the process;
+and the place of the last commit in the work queued on GPUs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 
 
 class StateLock:
-    """Held by the thread that trains, but for the long times in which the state is that of the last commit.
+    """A lock that the training thread holds, except in long phases in which the state is that of the last commit.
 
-    These are a step before its optimizer's step, and an evaluation. Another thread can acquire the lock there; what it
-    then copies stays as it is, because the thread that trains waits when it comes to change the state. That thread
+    These phases are a step until its optimizer's step, and an evaluation. Another thread can acquire the lock there. It
+    can copy the state undisturbed, because the training thread waits before it changes the state. The training thread
     alone calls `hold`, `let_go` and `released`.
     """
 
@@ -23,26 +23,26 @@ class StateLock:
         self._lock = threading.Lock()
         self._lock.acquire()
         self._is_held = True
-        """by the thread that trains, by its own account"""
+        """whether the training thread holds the lock, or regards it as held"""
         self._taker: int | None = None
-        """the other thread that has it: what it does with the state may call for the lock"""
+        """id of the other thread that has acquired the lock; `hold` is a no-op for it"""
 
     def hold(self) -> None:
-        """The state may change from now on, or be saved by this thread. Blocks where another thread has the lock, for
-        ever unless that gives it back; signals are handled meanwhile. Calling it again is a no-op."""
+        """Hold the lock, before this thread changes or saves the state. Blocks while another thread has the lock,
+        perhaps for ever; signals are handled meanwhile. Calling it again is a no-op."""
         if not self._is_held and self._taker != threading.get_ident():
             self._lock.acquire()
             self._is_held = True
 
     def let_go(self) -> None:
-        """Until `hold`, the state is that of the last commit. Calling it again is a no-op."""
+        """Release the lock: until `hold` the state is that of the last commit. Calling it again is a no-op."""
         if self._is_held:
             self._is_held = False
             self._lock.release()
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Let go of it inside the block, and hold it afterwards."""
+        """Release the lock inside the block, and hold it afterwards."""
         self.let_go()
         try:
             yield
@@ -50,37 +50,37 @@ class StateLock:
             self.hold()
 
     def acquire(self, timeout: float) -> bool:
-        """For another thread: whether it has the lock now. Blocks up to `timeout` seconds until it is let go of."""
+        """Acquire the lock from another thread, and return whether it did. Blocks up to `timeout` seconds."""
         is_taken = self._lock.acquire(timeout=max(0.0, timeout))
         if is_taken:
             self._taker = threading.get_ident()
         return is_taken
 
     def give_back(self) -> None:
-        """For the thread that has acquired it: there was nothing to save."""
+        """Release the lock from the thread that has acquired it, when there was nothing to save."""
         self._taker = None
         self._lock.release()
 
 
 BEFORE_OTHERS = -1
-"""priority of a stream: from a pool of its own, none of which NCCL has"""
+"""priority of a stream: streams of this priority are from a pool that NCCL does not use"""
 
 
 class StepStart:
-    """The last commit lies before it: whoever copies that need not wait for the step in hand, which may take minutes,
-    or hang in a reduction.
+    """The start of the open step in the work queued on GPUs. A copy of the last commit waits for this point only, not
+    for the open step, which may take minutes or hang in a reduction.
 
     Args:
-        model: the devices of its parameters are asked for at the first step.
+        model: its parameters' devices are read at the first step.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._places: list[tuple[torch.cuda.Stream, torch.cuda.Event]] | None = None
-        """for each GPU: where copies beside a step run, and where the step begins"""
+        """per GPU: the stream for copies beside a step, and the event at the step's start"""
 
     def note(self) -> None:
-        """A step begins. On the thread that trains; does not block."""
+        """Record the start of a step. For the training thread; does not block."""
         if self._places is None:
             devices = {parameter.device for parameter in self._model.parameters() if parameter.is_cuda}
             self._places = [
@@ -91,8 +91,8 @@ class StepStart:
             event.record(torch.cuda.current_stream(stream.device))
 
     def copy_beside(self) -> None:
-        """What this thread has the devices do from now on comes behind the last commit, and beside the step in hand.
-        Not on the thread that trains."""
+        """Queue this thread's further GPU work after the last commit and beside the open step. Not for the training
+        thread."""
         for stream, event in self._places or ():
             stream.wait_event(event)
             torch.cuda.set_device(stream.device)
