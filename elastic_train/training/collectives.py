@@ -81,8 +81,8 @@ def broken_off_by(sockets: GroupSockets) -> Iterator[None]:
 
 
 def require_sound() -> None:
-    """Check for the error of a collective that user code may have caught. Raises: FormationFailed: a wait of this module
-    for a collective of the present group has failed."""
+    """Raises: FormationFailed: a collective of the present group has failed here, though user code may have caught its
+    error."""
     if _present is not None and _present.failure is not None:
         raise FormationFailed(_present.failure)
 

@@ -1,4 +1,4 @@
-"""The sockets of the process group in which a step is reduced: another thread may break it off."""
+"""The sockets of the process group that reduces a step, so that another thread can break it off."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from elastic_train.system import call_in_children, copy_of_socket, name_of_socke
 from elastic_train.world import Address
 
 ABORT_SECONDS = 60.0
-"""that NCCL's abort is waited for; it may wait until every rank aborts (NVIDIA/nccl#1013)"""
+"""timeout for NCCL's abort, which may wait until every rank aborts (NVIDIA/nccl#1013)"""
 ENQUEUE_SECONDS = 1.0
-"""that an abort waits for the thread that trains to come to an end with what it gives NCCL"""
+"""how long an abort waits until the training thread gives NCCL no more work"""
 KEEP_SECONDS = 0.5
-"""that the connections of a group that is broken off stay, and that gloo has to end; most often it takes a few ms"""
+"""how long a broken-off group's connections stay, and gloo may take to end; mostly it takes a few ms"""
 
 
 END_SECONDS = 60
-"""that the interpreter may take to end, where a thread is left behind"""
+"""timeout for the interpreter's end, if a thread is left behind"""
 
 
 _left_behind: list[object] = []
-"""groups in which a thread hangs, and threads that hang; they have no end"""
+"""groups in which a thread hangs, and threads that hang; never freed"""
 
 
 def leave_behind(what: object) -> None:
-    """A thread of it hangs in torch's C++. Coming back while the interpreter ends it would abort the process
-    (std::terminate), and a finished worker would be a failed one: that is prevented from now on."""
+    """Keep an object whose thread hangs in torch's C++. A thread that returns while the interpreter ends would abort
+    the process (std::terminate), and a finished worker would count as failed. From now on that is prevented."""
     if not _left_behind:
         atexit.register(_end_in_spite_of_threads)
     _left_behind.append(what)
 
 
 def _end_in_spite_of_threads() -> None:
-    """The interpreter is about to end: it does so with the exit code that it has, which nobody can ask it for. A thread
-    that would abort the process waits for that instead, and no library ends what a thread still uses."""
+    """Let the interpreter end with its own exit code, which cannot be read here. A thread that would abort the process
+    pauses instead, and no library's exit handler frees what a thread still uses."""
     libc, libstdcpp = ctypes.CDLL(None), ctypes.CDLL("libstdc++.so.6")
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    libc.alarm(END_SECONDS)  # std::terminate may be for good reason
+    libc.alarm(END_SECONDS)  # std::terminate may have a good reason
     libstdcpp._ZSt13set_terminatePFvvE(libc.pause)
     libc.on_exit(libc._exit, None)
 
@@ -57,28 +57,28 @@ def _end_in_spite_of_threads() -> None:
 class GroupSockets:
     """The sockets of the present process group, so that another thread can break off what blocks on them.
 
-    gloo has no abort (pytorch/pytorch#130345): `shutdown(2)` from a side thread makes the blocked collective raise, and
-    on the store client that the group was made with, a blocked `init_process_group`. The sockets are those that
-    appeared while the group was made, less, once it stands, those of other threads (`keep_only`); a number is only
-    touched while it still names the same socket. Listening ones are left alone: gloo aborts the process when its
-    `accept` fails.
+    gloo has no abort (pytorch/pytorch#130345). `shutdown(2)` from a side thread makes a blocked collective raise; on
+    the store client of the group it does so for a blocked `init_process_group`. The sockets are those that appeared
+    while the group was made; once it stands, those of other threads are left out (`keep_only`). A descriptor is
+    touched only while it still names the same socket. Listening sockets are left alone: gloo aborts the process when
+    its `accept` fails.
 
-    Groups that the code that is trained makes of some ranks are broken off with it, where they are gloo's: theirs are
-    the connections since then to a peer's host which have all the options that gloo sets (`_is_as_gloo_sets`).
+    gloo groups of some ranks that user code makes are broken off with it. They are recognised as later connections to
+    a peer's host with all the options that gloo sets (`_is_as_gloo_sets`).
 
-    A send of gloo's that meets a broken connection hangs (collectives.py). So that few do, only the reading ends, and
-    the connection stays until `release`, or for KEEP_SECONDS, in which the others break off their own. Where all
-    members are alive, votes end a world.
+    A gloo send on a broken connection hangs (collectives.py). To make this rare only reading is shut down. The
+    connection stays until `release`, or for KEEP_SECONDS, in which the peers break off theirs. While all members are
+    alive, votes end a world.
 
-    NCCL has an abort, after which what was under way ends with garbage and no error: a caller that uses the result of
-    a collective asks `require_unbroken` first. It takes half a second: so often NCCL's threads look up (2.28). NCCL's
-    own sockets are not among those here.
+    NCCL has an abort, after which open collectives end with garbage and no error. So a caller calls
+    `require_unbroken` before it uses a result. The abort takes half a second, the polling interval of NCCL's threads
+    (2.28). NCCL's own sockets are not among those here.
 
-    A group that is over is kept until `release`: gloo takes 20 to 40 ms to end one, for its threads look up every
+    A group that is over is kept until `release`: gloo takes 20 to 40 ms to end one, because its threads poll every
     10 ms, and the next world need not wait for that.
 
     Args:
-        spared_port: of the store that this process serves: its callers wait for answers, whatever becomes of a group.
+        spared_port: of the store that this process serves; its clients need answers even when a group is broken off.
     """
 
     def __init__(self, spared_port: int | None = None) -> None:
@@ -88,13 +88,13 @@ class GroupSockets:
         self._sockets: dict[int, str] = {}
         self._of_store: frozenset[str] = frozenset()
         self._of_others: frozenset[str] = frozenset()
-        """what was open when the group stood, and connections of groups that were formed ahead"""
+        """sockets that were open when the group stood, and connections of groups that were formed ahead"""
         self._nccl: dist.ProcessGroup | None = None
         self._over: list[dist.ProcessGroup] = []
         self._kept: dict[str, socket.socket] = {}
-        """connections that were broken off, and that the others may still write to"""
+        """broken-off connections, to which peers may still write"""
         self._closing: threading.Timer | None = None
-        """closes these"""
+        """closes the connections in `_kept`"""
         self._shut_at: float | None = None
         """when the present group was broken off, on the monotonic clock"""
         self._hangs = False
@@ -102,7 +102,7 @@ class GroupSockets:
         """whether the present group, or the last one, has NCCL in it"""
         self._abort: threading.Thread | None = None
         self._is_waiting = threading.Event()
-        # A forked DataLoader process holds copies, and would hide this process's death from its peers.
+        # A forked DataLoader process holds copies, which would hide this process's death from its peers.
         call_in_children(self._close_all)
 
     @property
@@ -111,18 +111,18 @@ class GroupSockets:
         return self._shut_at is not None
 
     def require_hope(self) -> None:
-        """Raises: FormationFailed where the group was broken off and does not end what was under way."""
+        """Raises: FormationFailed: the group was broken off, and its open collectives do not end."""
         if self._shut_at is not None and time.monotonic() - self._shut_at > KEEP_SECONDS:
             self._hangs = True
             raise FormationFailed("the process group was broken off, and Gloo does not end what was under way")
 
     def require_unbroken(self, device: torch.device | None = None) -> None:
-        """For after a collective whose result is about to be used: NCCL's, once aborted, end with garbage and no error.
+        """Check the group before the result of a collective is used: aborted ones of NCCL give garbage and no error.
 
         Args:
-            device: blocks until it has done what it was given, where the result was not read yet; None where it was.
+            device: block until its queued work is done; None if the result was read already.
 
-        Raises: FormationFailed where the process group was broken off.
+        Raises: FormationFailed: the process group was broken off.
         """
         if device is not None and self.has_nccl and not torch.cuda.is_current_stream_capturing():
             with self.waiting():
@@ -132,23 +132,22 @@ class GroupSockets:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The thread that trains waits inside the block, for its device or an abort, and gives NCCL nothing. An abort
-        that has begun there ends before it goes on, for `ABORT_SECONDS` at most: what it gives would be freed under
-        it."""
+        """Mark the block as a wait of the training thread, for its device or an abort, in which NCCL gets no work. At
+        its end wait for an abort that has begun, for `ABORT_SECONDS` at most: new work would be freed under it."""
         self._is_waiting.set()
         try:
             yield
         finally:
             self._is_waiting.clear()
-            with self._lock:  # one that another thread is about to begin has begun then
+            with self._lock:  # an abort that another thread is about to begin has begun then
                 abort = self._abort
             if abort is not None:
                 abort.join(ABORT_SECONDS)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """The thread that trains reads a batch inside the block. Raises, at its end: FormationFailed where NCCL's group
-        was broken off: what follows would be given to a communicator that is being freed."""
+        """Mark the block in which the training thread reads a batch. Raises, at its end: FormationFailed: NCCL's group
+        was broken off; further work would go to a communicator that is being freed."""
         if not self.has_nccl:
             yield
             return
@@ -157,20 +156,20 @@ class GroupSockets:
         self.require_unbroken()
 
     def begin(self) -> None:
-        """What is opened from now on belongs to the group that is being made."""
+        """Begin a group: sockets opened from now on belong to it."""
         self.release()
         with self._lock:
             self._before, self._shut_at, self._hangs = open_sockets(), None, False
 
     def note_store(self, port: int) -> None:
-        """Connections made so far to a store at this port are that of the group that is being made."""
+        """Record the present connections to this port as those to the new group's store."""
         with self._lock:
             found = self._present().items()
             self._of_store = frozenset(name for fd, name in found for _, there in _peer_of(fd, name) if there == port)
 
     def complete(self, nccl: dist.ProcessGroup | None = None) -> None:
-        """The group stands, but for NCCL's part; what is opened from now on does not belong to it. `nccl` is it, if
-        NCCL is in it."""
+        """Record that the group stands, except for NCCL's part; later sockets do not belong to it. `nccl` is the group,
+        if NCCL is in it."""
         with self._lock:
             assert self._before is not None, "it has begun"
             found = open_sockets()
@@ -179,16 +178,16 @@ class GroupSockets:
             self._nccl, self.has_nccl = nccl, nccl is not None
 
     def listening(self) -> list[Address]:
-        """Where the group that stands may have been connected to here."""
+        """Return the addresses at which the group's peers may have connected to this process."""
         return [one for fd, name in self._sockets.items() if (one := listening_address(fd, name)) is not None]
 
     def keep_only(self, theirs: Sequence[Address], num_peers: int) -> None:
-        """Of the sockets that appeared meanwhile other threads have opened some: a store's client, a snapshot's upload.
-        The group's are those that lead to where one of its members listens, and its store's.
+        """Keep only the group's sockets: connections to a listening address of a member, and those to its store. Other
+        threads may have opened sockets meanwhile: a store's client, a snapshot's upload.
 
         Args:
             theirs: as `listening`, of all ranks.
-            num_peers: that each rank has a connection to, or more. Where fewer are found all stay.
+            num_peers: least number of a rank's connections. If fewer are found, all sockets stay.
         """
         mine = self.listening()
         found = set(connections_at(mine, theirs).values())
@@ -199,23 +198,23 @@ class GroupSockets:
                 self._sockets = kept | own_store
 
     def take(self, sockets: dict[int, str]) -> None:
-        """A group is to be installed that was formed with these."""
+        """Take the sockets of a group that was formed ahead and is installed now."""
         self.release()
         with self._lock:
             self._sockets, self._before, self._shut_at, self._hangs = sockets, None, None, False
             self._of_others, self.has_nccl = frozenset(open_sockets().values()), False
 
     def spare(self, sockets: dict[int, str]) -> None:
-        """A group stands with these, beside the present one, that is to be installed later. From any thread. Until it
-        stands it is broken off with the present one, after which nobody would install it."""
+        """Exclude the sockets of a group that stands beside the present one, to be installed later. From any thread.
+        Before it stands it is broken off with the present one, and is then not installed."""
         with self._lock:
             self._of_others |= set(sockets.values())
 
     def forget(self, group: dist.ProcessGroup | None = None) -> None:
-        """The group is over; torch does not know it any more."""
+        """Record that the group is over; torch has dropped it."""
         with self._lock:
             if self._hangs:
-                # A thread of it hangs, for which its end would wait: it has none, not even at the end of the process.
+                # Its destructor would wait for a thread that hangs. So it never runs, not even at the process's end.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
                 leave_behind(group)
             elif group is not None:
@@ -223,17 +222,17 @@ class GroupSockets:
             self._sockets, self._before, self._nccl = {}, None, None
 
     def release(self) -> None:
-        """Let go of the groups that are over, on a thread of its own, and of their connections. An exception that holds
-        a group, by the frames that it went through, should be gone by then."""
+        """Free the groups that are over, on a separate thread, and close their connections. No exception may hold a
+        group by then through its frames."""
         self._close_kept()
         if self._over:
             over, self._over = self._over, []
-            # No daemon: a process that ends while a group does is aborted.
+            # No daemon: a process that ends while a group is being freed is aborted.
             threading.Thread(target=over.clear, name="release").start()
 
     def _close_kept(self) -> None:
         if self._closing is not None:
-            self._closing.cancel()  # those of a later group have their own time
+            self._closing.cancel()  # connections of a later group have a timer of their own
         with self._lock:
             kept, self._kept = self._kept, {}
         for connection in kept.values():
@@ -241,7 +240,7 @@ class GroupSockets:
 
     def shut(self) -> None:
         """Break off this member's part in every collective. Called from any thread; does not block."""
-        if not self._kept and not sys.is_finalizing():  # then no thread starts, and all is closed in a moment
+        if not self._kept and not sys.is_finalizing():  # while finalizing no thread starts, and all closes soon
             self._closing = threading.Timer(KEEP_SECONDS, self._close_kept)
             self._closing.daemon = True
             self._closing.start()
@@ -262,7 +261,7 @@ class GroupSockets:
                     connection.shutdown(socket.SHUT_RD)
 
     def abort(self, nccl: dist.ProcessGroup) -> None:
-        """On a thread of its own: it may wait until every rank aborts (NVIDIA/nccl#1013)."""
+        """Abort NCCL on a separate thread: it may wait until every rank aborts (NVIDIA/nccl#1013)."""
 
         before = self._abort
 
@@ -270,17 +269,17 @@ class GroupSockets:
             if before is not None:
                 before.join()
             self._is_waiting.wait(ENQUEUE_SECONDS)
-            with suppress(RuntimeError):  # while NCCL connects, torch gives it a second; the group's end waits for it
+            with suppress(RuntimeError):  # while NCCL connects, torch waits a second for it; so does the group's end
                 nccl.abort()
 
         self._abort = threading.Thread(target=abort, name="abort", daemon=True)
         self._abort.start()
 
     def wait_for_abort(self) -> None:
-        """Until NCCL's abort, if there was one, has ended: torch would destroy what it still works on. Blocks for
+        """Wait until NCCL's abort, if any, has ended: torch would destroy what it still uses. Blocks for
         `ABORT_SECONDS` at most."""
         with self._lock:
-            abort, self._abort, self._nccl = self._abort, None, None  # from here on there is nothing to abort
+            abort, self._abort, self._nccl = self._abort, None, None  # nothing is left to abort
         if abort is not None:
             with self.waiting():
                 abort.join(ABORT_SECONDS)
@@ -304,7 +303,7 @@ class GroupSockets:
 
 
 def listening_address(fd: int, name: str) -> Address | None:
-    """Where one of `open_sockets` listens; None where it does not."""
+    """Return the address at which one of `open_sockets` listens, or None."""
     with suppress(OSError), copy_of_socket(fd, name) as copy:
         if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
@@ -315,7 +314,7 @@ def listening_address(fd: int, name: str) -> Address | None:
 
 
 def connections_at(mine: Sequence[Address], theirs: Sequence[Address]) -> dict[int, str]:
-    """This process's connections that were accepted at one of `mine`, or made to one of `theirs`."""
+    """Return this process's connections that were accepted at one of `mine`, or made to one of `theirs`."""
     found = {}
     for fd, name in open_sockets().items():
         with suppress(OSError), copy_of_socket(fd, name) as copy:
@@ -347,7 +346,7 @@ def _is_as_gloo_sets(fd: int, name: str) -> bool:
 
 
 def _peer_of(fd: int, name: str) -> list[Address]:
-    """Where a connection leads to; none where it is not by IP."""
+    """Return the peer's address as a list of one; empty if the socket is no IP connection."""
     with suppress(OSError), copy_of_socket(fd, name) as copy:
         if copy.family in (socket.AF_INET, socket.AF_INET6):
             host, port = copy.getpeername()[:2]

@@ -67,7 +67,9 @@ class KeptStep:
 
 class KeptBuffers:
     """Copies, from the start of a step, of the buffers (BatchNorm's statistics) of the model and of modules among the
-    extras: forward passes change these. For the training thread; `put_into` also for a thread that has acquired the state's lock.
+    extras: forward passes change these.
+
+    For the training thread; `put_into` also for a thread that has acquired the state's lock.
     """
 
     def __init__(self, model: nn.Module, extras: Iterable[Any] = ()) -> None:
