@@ -27,14 +27,14 @@ from elastic_train.world import World
 
 BLOCK_SAMPLES = 256
 SUM_TOLERANCE = 0.02
-"""relative: half precision rounds, and a batch of texts may be padded otherwise; of a mean it is a third"""
+"""relative: half precision rounds, and a batch of texts may be padded differently; a mean differs by a third"""
 
 
 class BlockSampler:
-    """A `batch_sampler` over this rank's blocks of the test set; rank 0 always has the first one.
+    """A `batch_sampler` over this rank's blocks of the test set; rank 0 always has the first block.
 
     Args:
-        size: samples of a block; the same for every world size, so that sums do not depend on that.
+        size: samples of a block; the same for every world size, so that sums do not depend on the world.
     """
 
     def __init__(self, length: int, world: World, size: int) -> None:
@@ -66,15 +66,15 @@ def evaluate(
     do: Callable[[Activity], None] = lambda _activity: None,
     warn: Callable[[str], None] = warnings.warn,
 ) -> dict[str, float]:
-    """Every rank calls it; each runs its blocks, and the sums of all blocks are added in block order.
+    """Evaluate on the whole test set. Every rank calls it and runs its blocks; all blocks' sums are added in order.
 
-    What `task.evaluate` draws from torch is by block the same in each evaluation: the numbers of step 0.
+    Per block `task.evaluate` draws the same numbers from torch in each evaluation: those of step 0.
 
-    Returns what the task makes of the means over the whole test set, "correct" by the name of `accuracy`; the same on
-    every rank.
+    Returns the task's summary of the means over the whole test set, the same on every rank; "correct" is renamed to
+    `accuracy`.
 
     Args:
-        do: is told of every block, each of which may take its time, and when this rank begins to wait for the others.
+        do: called at every block, each of which may take long, and when this rank begins to wait for its peers.
         warn: as `open_loader`'s.
     """
     sampler = BlockSampler(len(dataset), world, _block_samples(config))
@@ -92,7 +92,7 @@ def evaluate(
     do(Activity.REDUCE)
     names = sorted(sums)
     if world.world_size > 1:
-        names = gather_json(names)[0]  # rank 0 has a block, and so knows them
+        names = gather_json(names)[0]  # rank 0 has a block, and so all names
     table = torch.stack(
         [sums.get(name, torch.zeros(sampler.num_blocks, dtype=torch.float64, device="cpu")) for name in names]
     )
@@ -113,14 +113,14 @@ def find_no_sum(
     *,
     warn: Callable[[str], None] = warnings.warn,
 ) -> str | None:
-    """What a task's own `evaluate` gives that is no sum over samples, a mean perhaps, which the means over the test set
-    cannot be made of; None where nothing is seen. Of the first block and its two halves it must be additive.
+    """Return a warning if a task's own `evaluate` returns a value that is no sum over samples, such as a mean; else
+    None. The values of the first block's two halves must add up to those of the block.
 
     Args:
         warn: as `open_loader`'s.
     """
     num_samples = min(_block_samples(config), len(dataset))
-    if type(task).evaluate is Task.evaluate or num_samples < 2:  # one has no halves
+    if type(task).evaluate is Task.evaluate or num_samples < 2:  # one sample has no halves
         return None
     block = np.arange(num_samples)
     reader = EpochDataset(dataset, seed=config.seed, collate=task.collate)
@@ -143,14 +143,14 @@ def find_no_sum(
 
 
 def _block_samples(config: Config) -> int:
-    """Most samples of a forward pass. Not by the micro-batches of the first world, which the state has: the sums must
-    not depend on it."""
+    """Return the most samples of a forward pass. It ignores the state's micro-batch size, set by the first world:
+    the sums must not depend on that."""
     return min(BLOCK_SAMPLES, config.micro_batch_size or config.global_batch_size)
 
 
 def _sums_of(model: nn.Module, task: Task, batch: Any, device: torch.device, config: Config) -> dict[str, torch.Tensor]:
-    """What the task's `evaluate` gives for a batch. Raises: UsageError where that is something else than scalars by
-    name; as `refused_as_what_it_is`."""
+    """Return what the task's `evaluate` returns for a batch. Raises: UsageError: that is no dict of scalars; as
+    `refused_as_what_it_is`."""
     with refused_as_what_it_is(device), autocast_of(config.precision, device)():
         values: Any = task.evaluate(model, task.to_device(batch, device))
     if not isinstance(values, dict):
@@ -172,7 +172,7 @@ def _sums_of(model: nn.Module, task: Task, batch: Any, device: torch.device, con
 
 
 def _metrics_of(task: Task, means: dict[str, float]) -> dict[str, float]:
-    """Raises: UsageError where the task's `summarize` gave something else than numbers by name."""
+    """Return the task's summary. Raises: UsageError: `summarize` returned no dict of numbers."""
     found = task.summarize(means)
     if not isinstance(found, dict):
         raise UsageError(

@@ -116,8 +116,7 @@ def leave_no_trace(module: nn.Module) -> Callable[[], None]:
 
     Meanwhile torch's normalising layers are in eval mode and use their running statistics: one sample may be too few
     for statistics of its own. Other layers stay in train mode, because a user's model may return another thing in eval
-    mode, and a SyncBatchNorm takes part in collectives in train mode only. Its statistics, which then include the
-    sample on all ranks, are not restored.
+    mode, and a SyncBatchNorm needs train mode for its collectives. Its statistics keep the sample, on all ranks.
     """
     layers = [layer for layer in module.modules() if not isinstance(layer, nn.SyncBatchNorm)]
     frozen = [layer for layer in layers if layer.training and isinstance(layer, _NormBase)]

@@ -1,7 +1,7 @@
-"""Whether the members of a world hold the same weights and optimizer state, found out beside its first step.
+"""Comparison of the members' weights and optimizer states, beside the first step of a world.
 
-A re-form goes on from what the survivors have in memory. Should one of them hold something else (an update by an
-aborted collective, a bit that fell over, the user's own code), all would train on with it and nobody would see it.
+A re-form goes on from the survivors' memory. If one of them holds a different state (an update by an aborted
+collective, a flipped bit, the user's own code), all would train on with it unnoticed.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from elastic_train.training.side_thread import SideThread
 from elastic_train.training.state import TrainState, dense_parts
 
 CHUNK_BYTES = {"cpu": 2**20, "cuda": 2**24}
-"""what is hashed at a time: it fits a processor's cache, and keeps a GPU busy"""
+"""bytes hashed at a time: they fit a processor's cache, and keep a GPU busy"""
 CANNOT_SAY, CHANGED = 0, 1
-"""in a hash's place; the second where this rank's optimizers have not kept what a peer has sent"""
+"""instead of a hash: no hash could be made; this rank's optimizers have changed the state that a peer has sent"""
 KIND = ("machine", "cpu_capability", "device", "gpu")
-"""of determinism.fingerprint(): machines that differ in these may round an optimizer's update differently"""
+"""keys of determinism.fingerprint(): machines that differ in these may round an optimizer's update differently"""
 
 NOT_SETTINGS = ("params", "fused", "foreach", "capturable")
-"""of an optimizer's parameter groups: which kernel computes a step may differ"""
+"""keys of parameter groups that are not compared: workers may compute a step by different kernels"""
 
 
 class StateComparison:
-    """One rank's part in comparing hashes, in a world's first step that all its members begin with a state.
+    """One rank's part in the comparison of hashes, in a world's first step that all members begin with a state.
 
     Args:
-        voters: ranks that brought the state into this world; the others have got theirs from one of them.
-        with_buffers: whether the model's buffers are equal on all ranks, too.
-        is_able: whether this rank's hash means anything; without, it takes part and says nothing.
+        voters: ranks that brought the state into this world; the other ranks have got theirs from one of them.
+        with_buffers: whether the model's buffers must be equal on all ranks, too.
+        is_able: whether this rank's hash is meaningful; if not, the rank takes part with CANNOT_SAY.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class StateComparison:
         self.why_not: str | None = None
         """why this rank could not make a hash"""
         self.num_kinds = 1
-        """afterwards: of machines, by what they may round otherwise"""
+        """after `compare`: number of kinds of machines, which may round differently"""
         self.is_lost_in_loading = False
-        """afterwards, on every rank alike: whether there are such that have not; then nobody was judged"""
+        """after `compare`, alike on every rank: whether a rank sent CHANGED; then no rank was judged"""
 
     def begin(self) -> None:
-        """The state is hashed on a thread from now on, and must not change until `finish_hash`, but for the buffers."""
+        """Start hashing the state on a thread. Until `finish_hash` the state must not change, except the buffers."""
         if not self._is_able:
             return
         if not self._state.kept.updates.is_as_sent:
@@ -74,30 +74,31 @@ class StateComparison:
             parts = dict(tensors_of(self._state))
             if self._with_buffers:
                 parts |= {f"buffer {name}": buffer.clone() for name, buffer in _buffers_of(self._state.model)}
-        except Exception as error:  # of an optimizer of the user's own
+        except Exception as error:  # of a user's own optimizer
             self.why_not = first_line(error)
             return
 
         def work() -> None:
             try:
                 self._hash = hash_of(parts)
-            except Exception as error:  # of a tensor of its own kind
+            except Exception as error:  # of a tensor subclass
                 self.why_not = first_line(error)
 
         # No daemon: a process that ends while a thread is inside of torch may be aborted.
         self._thread = SideThread(work, "hash", is_daemon=False)
 
     def finish_hash(self, check: Callable[[], None]) -> None:
-        """Blocks until this rank's is made: the state may change. `check` is called again and again, and may raise."""
+        """Block until this rank's hash is made; then the state may change. `check` is called repeatedly, and may
+        raise."""
         if self._thread is not None:
             self._thread.finish(check)
-            self._thread = None  # and with it what the hash was made of
+            self._thread = None  # frees the hashed tensors, too
 
     def compare(self) -> None:
-        """Before a step is applied; every rank calls it. Blocks until all ranks have.
+        """Compare the hashes before a step is applied. Every rank calls it; blocks until all ranks have.
 
         Raises:
-            StatesDiffer: not all hold the same, on every rank alike.
+            StatesDiffer: the ranks' states differ; raised on every rank alike.
             RuntimeError, FormationFailed: a peer was lost.
         """
         told = all_gather(torch.tensor([kind_of_machine(self._device), self._hash], device="cpu"))
@@ -111,9 +112,8 @@ class StateComparison:
         if right is None:
             raise StatesDiffer(range(len(told)), len(voters), has_majority=False)
         wrong = [rank for rank in able if told[rank][1] not in right]
-        if right.issuperset(told[rank][1] for rank in voters):  # else others may have got theirs from a wrong one
-            # The first of those who brought it has given it. On a machine of another kind a step may have been rounded
-            # otherwise since.
+        if right.issuperset(told[rank][1] for rank in voters):  # otherwise a rank may have its state from a wrong one
+            # The first voter has sent the state. On a machine of another kind a later step may be rounded differently.
             source, source_hash = told[self._voters[0]]
             wrong = [rank for rank in wrong if told[rank][0] == source and source_hash != CANNOT_SAY]
         if wrong:
@@ -121,7 +121,7 @@ class StateComparison:
 
 
 def _buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that a state dict has: the others are handed to nobody."""
+    """Yield the buffers of the state dict; other buffers are never handed over."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, value in model.state_dict().items():
         if name not in parameters and isinstance(value, Tensor):
@@ -135,9 +135,9 @@ def kind_of_machine(device: torch.device) -> int:
 
 
 def tensors_of(state: TrainState) -> Iterator[tuple[str, Any]]:
-    """What must be equal on all ranks after each commit, by name: tensors as they lie in memory, and plain values.
+    """Yield all that must be equal on all ranks after each commit, by name: tensors (not copied) and plain values.
 
-    Frozen parameters are left out: a forward pass may write each rank's own.
+    Frozen parameters are left out: a forward pass may write different values on each rank.
     """
     for name, parameter in _compared(state):
         yield name, parameter.detach()
@@ -159,7 +159,7 @@ def _compared(state: TrainState) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def frozen_of(state: TrainState) -> dict[str, Tensor]:
-    """The parameters, by name, that no optimizer owns and no gradient changes."""
+    """Return the parameters, by name, that no optimizer owns and no gradient changes."""
     owned = state.kept.updates.owned
     return {
         name: parameter.detach()
@@ -169,8 +169,8 @@ def frozen_of(state: TrainState) -> dict[str, Tensor]:
 
 
 def is_as_given(state: TrainState, given: Mapping[str, Any]) -> bool:
-    """Whether the optimizers hold, bit by bit, what `load_state_dict` has just been `given`. Blocks; what lies where it
-    lay costs nothing."""
+    """Return whether the optimizers hold, bit by bit, what `load_state_dict` was just `given`. Blocks; tensors that
+    are the same object cost nothing."""
     pairs = [(state.optimizer, given["optimizer"])]
     pairs += [
         (one, given["extras"][name])
@@ -192,23 +192,22 @@ def _are_equal(held: Any, sent: Any) -> bool:
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        for key in value.keys() - {"param_groups"}:  # settings, of an optimizer or of one that it is made of
+        for key in value.keys() - {"param_groups"}:  # settings of an optimizer or of one of its parts
             yield from _leaves(f"{name} {key}", value[key])
     elif isinstance(value, list | tuple):
         for place, entry in enumerate(value):
             yield from _leaves(f"{name} {place}", entry)
     elif isinstance(value, Tensor) and value.numel() == 1:
-        yield name, value.detach().cpu()  # torch leaves a step count on either device, by how it came there
+        yield name, value.detach().cpu()  # torch may keep a step count on either device
     elif isinstance(value, Tensor | int | float | str):
         yield name, value
 
 
 def hash_of(parts: Mapping[str, Any]) -> int:
-    """A hash of 64 bits over names, types, shapes and bytes. Blocks; 3 GB/s or so on one core. Copies no large tensor.
+    """Return a 64-bit hash over names, types, shapes and bytes. Blocks; 3 GB/s or so per core. Copies no large tensor.
 
-    Of each chunk it takes the sum over its 32-bit words, each times an odd 64-bit number of its place, modulo 2**64
-    (multilinear hashing, Carter and Wegman, 1979): no change of a single word is lost. It is a check against accidents
-    and not against an attacker.
+    For each chunk it sums the 32-bit words, each times an odd 64-bit number of its place, modulo 2**64 (multilinear
+    hashing, Carter and Wegman, 1979): every change of a single word changes the sum. It detects accidents, not attacks.
     """
     text = []
     tensors: dict[torch.device, list[Tensor]] = {}
@@ -225,10 +224,10 @@ def hash_of(parts: Mapping[str, Any]) -> int:
 
 
 def hashes_by_name(parts: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Of the bytes of each tensor, but for those that cannot be hashed. Blocks, as `hash_of`, once for a device."""
+    """Return hashes of each tensor's bytes; tensors that cannot be hashed are left out. Blocks once per device."""
     sums: dict[torch.device, dict[str, list[Tensor]]] = {}
     for name, tensor in parts.items():
-        with suppress(Exception):  # of a tensor of its own kind
+        with suppress(Exception):  # of a tensor subclass
             sums.setdefault(tensor.device, {})[name] = _sums_there([*dense_parts(tensor)], tensor.device)
     found: dict[str, list[int]] = {}
     for here in sums.values():
@@ -238,14 +237,13 @@ def hashes_by_name(parts: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 
 def hash_of_plain(state: Any) -> int:
-    """A hash of 64 bits over what is neither a tensor nor an object of its own kind in a state dict, such as counters
-    and best values."""
+    """Return a 64-bit hash over the plain values of a state dict, such as counters and best values."""
     return _digest(json.dumps(_plain(state), sort_keys=True).encode())
 
 
 def plain_hashes(state: TrainState) -> dict[str, int]:
-    """Hashes, by name, of what a training function may change between two steps and no comparison of weights and
-    optimizer states sees: the optimizers' settings (learning rates, ...) and the extras' plain values."""
+    """Return hashes, by name, of the optimizers' settings (learning rates, ...) and the extras' plain values. A
+    training function may change it between steps, and the comparison of weights and optimizer states omits it."""
     found = {"optimizer settings": settings_hash(state)}
     for name, extra in state.extras.items():
         if isinstance(extra, torch.optim.Optimizer):
@@ -256,7 +254,7 @@ def plain_hashes(state: TrainState) -> dict[str, int]:
 
 
 def settings_hash(state: TrainState) -> int:
-    """Of what the optimizer is set to; a schedule may end with rates of 0, whatever it began with."""
+    """Return a hash of the optimizer's settings, with the learning rates before a schedule, which may end at 0."""
     return hash_of_plain([[*map(_number, state.learning_rates)], _groups_hash(state.optimizer)])
 
 
@@ -271,7 +269,8 @@ def _groups_hash(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _number(value: Any) -> Any:
-    """Of a learning rate that is a tensor. Machines of two kinds may compute its last digits otherwise."""
+    """Return a value, a one-element tensor as a number; a float with 9 digits, because machines may differ in the last
+    ones."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     return float(f"{number:.9g}") if isinstance(number, float) else number
 
@@ -281,7 +280,7 @@ def _plain(state: Any) -> Any:
         return {str(key): _plain(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
         return [_plain(value) for value in state]
-    if isinstance(state, np.generic):  # who was given the state has Python's
+    if isinstance(state, np.generic):  # a worker that was sent the state has Python's type
         state = state.item()
     return state if isinstance(state, str | int | float | None) else None
 
@@ -296,8 +295,8 @@ def _sums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
 
 @torch.no_grad()
 def _sums_there(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """One number for each chunk, on the device. Chunks lie within a tensor; what is left at their ends is packed into
-    more of them."""
+    """Return one number per chunk, on the device. A chunk lies in one tensor; the rests of tensors are packed into
+    further chunks."""
     size = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"])
     factors = _factors(size // 4, device)
     room = torch.empty_like(factors)
@@ -331,7 +330,7 @@ def _sums_there(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]
 
 @cache
 def _factors(number: int, device: torch.device) -> Tensor:
-    """Odd numbers, the same in every process."""
+    """Return odd numbers, the same in every process."""
     generator = torch.Generator().manual_seed(1979)
     return (torch.randint(-(2**62), 2**62, (number,), dtype=torch.int64, generator=generator, device="cpu") * 2 + 1).to(
         device
