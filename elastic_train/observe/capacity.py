@@ -1,4 +1,4 @@
-"""How many nodes a run has, could have, wants and may lose: what an autoscaler asks."""
+"""The numbers of nodes that a run has, could have, wants and may lose, for an autoscaler."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ class Capacity:
 
     train: int = 0
     spare: int = 0
-    """in the world, with no work in a step"""
+    """in the world, without work in a step"""
     waiting: int = 0
     """in the join queue, or on their way to it"""
     max_nodes: int | None = None
-    """of --nnodes; None where the run does not tell"""
+    """of --nnodes; None if the run's files do not have it"""
     may_be_taken: int = 0
     """with a standing notice"""
     quarantined: int = 0
-    """in the join queue, and not admitted yet for what their host has done"""
+    """in the join queue, not admitted yet because of earlier deaths on their host"""
     is_over: bool = False
-    """it wants nobody any more"""
+    """whether the run needs no more nodes"""
 
     @property
     def could_train(self) -> int:
-        """Those that are here and may, as far as --nnodes allows."""
+        """Nodes that are here and could train, within --nnodes."""
         here = self.train + self.spare + self.waiting
         return here if self.max_nodes is None else min(here, self.max_nodes)
 
     @property
     def wanted(self) -> int:
-        """How many more would find a place."""
+        """Number of further nodes that the run would use."""
         if self.is_over or self.max_nodes is None:
             return 0
         return self.max_nodes - self.could_train
@@ -49,7 +49,7 @@ NO_CAPACITY = Capacity()
 
 
 def describe_capacity(capacity: Capacity) -> str | None:
-    """`3 train, 5 could, 1 more wanted, 2 may be taken away`; None where nobody is there, and nobody is wanted."""
+    """`3 train, 5 could, 1 more wanted, 2 may be taken away`; None without nodes, present or wanted."""
     parts = [f"{capacity.train} train"]
     if capacity.could_train != capacity.train:
         parts.append(f"{capacity.could_train} could")
@@ -65,12 +65,12 @@ def describe_capacity(capacity: Capacity) -> str | None:
 def capacity_of(
     workers: list[WorkerLines], world: list[Line], quarantined: Iterable[Line], *, is_there: bool, is_over: bool
 ) -> Capacity:
-    """What the files of all workers tell.
+    """Return the capacity by the files of all workers.
 
     Args:
         world: the lines of the newest world.
-        is_there: whether its nodes are still there, as far as anybody can tell.
-        is_over: whether the run has come to an end from which nobody is to continue it.
+        is_there: whether the world's nodes seem to be alive.
+        is_over: whether the run has ended and is not to be continued.
     """
     starts = [line for worker in workers for line in worker.lines if line["event"] == "start"]
     max_nodes = [number for line in starts if (number := int_of(line, "max_nodes")) is not None]
@@ -92,13 +92,13 @@ def capacity_of(
 
 
 def quarantines_of(world: list[Line], now: float) -> tuple[Line, ...]:
-    """Those of hosts that the nodes of the newest world keep waiting, by the newest of its lines that tell of any."""
+    """Return the quarantines of hosts by the newest world, from its newest line that has any."""
     told = max((line for line in world if isinstance(line.get("quarantined"), list)), key=time_of, default={})
     entries = [one for one in told.get("quarantined", ()) if isinstance(one, dict) and isinstance(one.get("host"), str)]
     return tuple(one for one in entries if (float_of(one, "until") or 0.0) > now)
 
 
 def _nodes_of(world: list[Line]) -> tuple[int, int]:
-    """(nodes that train, spare nodes)."""
+    """Return (nodes that train, spare nodes)."""
     told = next((line for line in reversed(world) if int_of(line, "nodes") is not None), {})
     return int_of(told, "nodes") or 0, int_of(told, "spare_nodes") or 0

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar or log lines from rank 0, TensorBoard scalars, and the event files."""
+"""The output of a run: a progress bar or log lines from rank 0, TensorBoard scalars, and the event files."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ LOG_LINE_SECONDS = 10.0
 SCALARS_SECONDS = 0.2
 SCALARS_DELAY_SECONDS = 3.0
 LATE_SECONDS = 0.1
-"""after a commit before its line says by how much it is late"""
+"""delay after a commit from which its line has `late_seconds`"""
 
 
 class Reporter:
-    """Rank 0 reports for the job; another rank logs only what is its own. Every rank writes its own event file."""
+    """Reports and events of a worker. Rank 0 reports for the job, another rank only for itself. Each writes its own
+    event file."""
 
     def __init__(
         self,
@@ -59,11 +60,11 @@ class Reporter:
         self.events = events
         self.ledger = ledger
         self.metrics: Metrics | None = None
-        """what Prometheus is told, if anything"""
+        """endpoint for Prometheus, if there is one"""
         self._tensorboard_dir = tensorboard_dir
         self._node_price = node_price
         self._state: TrainState | None = None
-        """everybody's, in a world"""
+        """state of all members, in a world"""
         self._wants_bar = wants_bar and sys.stderr is not None and sys.stderr.isatty()  # None: `2>&-`
         self._world: World | None = None
         self._bar: ProgressBar | None = None
@@ -78,10 +79,10 @@ class Reporter:
         self._written: list[dict[str, Any]] = []
         """the two newest `step` events of this worker"""
         self._committed_at: tuple[tuple[int, float], ...] = ()
-        """the two newest steps and their moments, by the monotonic clock"""
+        """the two newest steps and the times of their commits, by the monotonic clock"""
 
     def leave(self) -> None:
-        """This worker is in no world any more, and may come back."""
+        """Record that this worker has left its world; it may come back."""
         self._close_display()
         self._world = None
         self.events.leave()
@@ -89,14 +90,14 @@ class Reporter:
             self.ledger.close()  # until its next line
 
     def begin_files_again(self) -> None:
-        """The run directory was removed or moved: events and ledger go into new files. TensorBoard's does not."""
+        """Begin new files of events and ledger, because the run directory was removed or moved. TensorBoard's stays."""
         self.events.begin_again()
         if self.ledger is not None:
             self.ledger.close()  # until its next line
 
     @property
     def world(self) -> World | None:
-        """In which this worker trains, or stands by; None in between."""
+        """The world in which this worker trains or is a spare; None in between."""
         return self._world
 
     @property
@@ -104,7 +105,7 @@ class Reporter:
         return self._world is None or self._world.rank == 0
 
     def enter(self, world: World, state: TrainState) -> None:
-        """A world stands and `state` is everybody's: from now on its rank 0 reports."""
+        """Enter a world that stands and whose members all hold `state`. From now on its rank 0 reports."""
         self._world, self._state = world, state
         self.events.enter(world)
         self._first_step = state.step + 1
@@ -116,11 +117,11 @@ class Reporter:
             return
         if self._wants_bar and self._bar is None and not state.is_finished:
             self._bar = ProgressBar(state.length, state.num_epochs)
-        # TensorBoard's import takes a second of processor time: not while a world finds its feet.
+        # TensorBoard's import takes a second of processor time: not while a world is starting.
         self._last_scalars = time.monotonic() + SCALARS_DELAY_SECONDS
 
     def tell_quarantines(self, found: Sequence[Mapping[str, Any]]) -> None:
-        """Hosts that this run keeps waiting, each with `until`, in Unix seconds."""
+        """Publish the hosts that this run keeps waiting, each with `until`, in Unix seconds."""
         self.events.quarantines = found
         if self.metrics is not None:
             self.metrics.quarantines = found
@@ -129,31 +130,31 @@ class Reporter:
         return bill_of(state, self._node_price)
 
     def report(self, message: str) -> None:
-        """For the job: only rank 0 prints it."""
+        """Print a message for the job: only rank 0 does."""
         if self.is_spokesman:
             self.log(message)
 
     def log(self, message: str) -> None:
-        """Of this worker itself, whatever its rank."""
+        """Print a message of this worker, on any rank."""
         if self._bar is not None:
             self._bar.print(f"elastic_train: {message}")
         else:
             write_line(message)
 
     def report_for_node(self, message: str) -> None:
-        """For a person in front of a node without rank 0: its first worker prints it."""
+        """Print a message on a node without rank 0: the node's first worker does."""
         if self._world is not None and self._world.rank != 0 and self._world.local_rank == 0:
             self.log(message)
 
     def warn(self, warning: str | Warned) -> None:
-        """For this worker: a `warning` event, and a line on stderr."""
+        """Warn for this worker: by a `warning` event and a line on stderr."""
         event = Warned(message=warning) if isinstance(warning, str) else warning
         self.events.write(event)
         prefix = "" if self._world is None or self._world.rank == 0 else f"rank {self._world.rank}: "
         self.log(f"warning: {prefix}{event.message}")
 
     def failed(self, error: BaseException) -> None:
-        """This worker ends with it."""
+        """Record the error with which this worker ends."""
         self.events.write(Done(outcome="failed", error=kind_and_line(error)))
 
     def debug(self, message: str) -> None:
@@ -161,8 +162,7 @@ class Reporter:
             self.log(message)
 
     def step(self, state: TrainState, loss: float | None, *, epoch: int, samples: int) -> None:
-        """A step was committed: `samples` is its size, `epoch` the one that it belongs to; `loss` is None where
-        none was ever given."""
+        """Report a committed step: `samples` is its size, `epoch` its epoch; `loss` is None if none was ever given."""
         self.events.step = state.step
         if self.metrics is not None:
             self.metrics.step(state, loss, samples)
@@ -193,25 +193,24 @@ class Reporter:
             self._add_scalars(state.step, {name: one for name, one in scalars.items() if one is not None})
 
     def last_logged_step(self) -> int | None:
-        """The last committed step that rank 0 of the present world has written down; None if its file is not visible
-        here."""
+        """Return the last committed step in the file of the present world's rank 0; None if that is not here."""
         if self._world is None:
             return None
         first = self._world.members[0]
         path = self.events.directory / file_name(first.host, first.local_rank, first.pid)
         if not path.exists():
             return None
-        before = self._first_step - 1  # when its world began, all that was committed had been written down
+        before = self._first_step - 1  # when the world began, all committed steps had been written
         newest = next((line for line in newest_first(path) if line.get("event") == StepCommitted.name), None)
         if newest is None or newest["generation"] != self._world.generation:
-            return before  # a state that was restored may be of an earlier step than the file's last line
+            return before  # a restored state may be of an earlier step than the file's last line
         return max(int(newest["step"]), before)
 
     def write_missing_commits(self, state: TrainState, logged: int) -> None:
         """Write the events of committed steps above `logged`, for a rank 0 that died before it could.
 
-        One may be missing, or two where the loss of a step comes after its commit. Where more are, `logged` is not all
-        that was written.
+        One may be missing, or two if the loss of a step comes after its commit. If more are missing, `logged` is out of
+        date, and nothing is written.
         """
         if logged >= state.step - len(state.last_commits):
             for commit in state.last_commits:
@@ -219,7 +218,7 @@ class Reporter:
                     self._write_commit(commit)
 
     def note_commit(self, step: int) -> None:
-        """This worker has committed it just now; its line may come later."""
+        """Record the time of a commit by this worker; its line may come later."""
         self._committed_at = (*self._committed_at[-1:], (step, time.monotonic()))
 
     def _write_commit(self, commit: dict[str, Any]) -> None:
@@ -229,8 +228,8 @@ class Reporter:
         self._written = [*self._written[-1:], commit]
 
     def void_commits(self, state: TrainState) -> list[dict[str, int]]:
-        """What a member that was left out says of its newest `step` events, where they are of the state's last commits:
-        it may be that nobody else has applied these steps, and where another has written one, that one counts."""
+        """Return `void` for a member that was left out: its newest `step` events, if they are of the state's last
+        commits. Perhaps no other member has applied these steps; if another has written one, that line counts."""
         mine = [commit for commit in state.last_commits if any(commit is written for written in self._written)]
         return [{"generation": commit["generation"], "step": commit["step"]} for commit in mine]
 
@@ -242,18 +241,18 @@ class Reporter:
         )
         if self.is_spokesman:
             self.events.write(Evaluated(epoch=state.epoch, accuracy=metrics.get("accuracy"), metrics=metrics))
-        epoch = state.epoch + (state.samples_done > 0)  # as in the lines of steps: the one that the last step was of
+        epoch = state.epoch + (state.samples_done > 0)  # the last step's epoch, as in the lines of steps
         self.report(f"step={state.step} epoch={epoch}/{state.num_epochs} {text}")
         if self._world is not None and self._world.rank == 0:
             self._add_scalars(state.step, {f"test/{name}": value for name, value in metrics.items()})
 
     def best(self, ratings: Ratings) -> None:
-        """The model is better than ever."""
+        """Record a new best model."""
         if self.is_spokesman:
             self.events.write(BestRated(best=ratings.best_as_json()))
 
     def rating(self, step: int, metric: float) -> None:
-        """How good a training function says that its model is."""
+        """Record the metric that a training function has given for its model."""
         if self._world is not None and self._world.rank == 0:
             self._add_scalars(step, {"kept/metric": metric})
 
@@ -291,8 +290,8 @@ class Reporter:
 
 
 class Screen:
-    """A terminal for a progress bar. What it does not take is lost: one that has gone ends no training. Rich would keep
-    it, too, and write it again with the next line."""
+    """A terminal for a progress bar. Output that fails is dropped, so that a closed terminal does not end the training.
+    Rich would also keep that output, and repeat it with the next line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -315,7 +314,7 @@ class Screen:
 
 
 class ProgressBar:
-    """One line at the bottom of the terminal: position in the epoch, and what a person wants to know of the job."""
+    """One line at the bottom of the terminal: position in the epoch, and the main figures of the job."""
 
     def __init__(self, length: int, num_epochs: int) -> None:
         from rich.console import Console
@@ -360,7 +359,7 @@ def _shown(loss: float | None) -> str:
 
 
 class Scalars:
-    """TensorBoard scalars, written by a thread of their own: the import alone takes a second."""
+    """TensorBoard scalars, written by a separate thread: the import alone takes a second."""
 
     def __init__(self, directory: Path, purge_step: int) -> None:
         self._queue: queue.SimpleQueue[tuple[int, float, dict[str, float]] | None] = queue.SimpleQueue()

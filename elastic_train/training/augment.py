@@ -35,16 +35,16 @@ _STREAM_SHIFT_Y, _STREAM_SHIFT_X, _STREAM_FLIP, _STREAM_ITEM = 1, 2, 3, 4
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What is done to a training image held in memory."""
+    """The random changes of a training image held in memory."""
 
     shift: int = 0
-    """Moved by up to this many pixels along each axis; black comes in at the edge."""
+    """most pixels of a shift along each axis; the free edge is black"""
 
     flip: bool = False
-    """Mirrored left to right, half of the time."""
+    """whether to mirror left to right, half of the time"""
 
 
-@lru_cache(maxsize=16)  # numpy takes longer over its one number than over those of a batch
+@lru_cache(maxsize=16)  # numpy takes longer for this one number than for those of a batch
 def _key(seed: int, epoch: int, stream: int) -> np.uint64:
     key = 0
     for word in (seed, epoch, stream):
@@ -55,7 +55,7 @@ def _key(seed: int, epoch: int, stream: int) -> np.uint64:
 def random_bits(
     seed: int, epoch: int, indices: npt.NDArray[np.int64], stream: int, num_draws: int = 1
 ) -> npt.NDArray[np.uint64]:
-    """`num_draws` times 64 random bits for each sample: (sample, draw). `stream` says what they are for."""
+    """Return `num_draws` times 64 random bits for each sample: (sample, draw). Each purpose has its own `stream`."""
     per_sample = mix(mix(indices.astype(np.uint64) + np.uint64(_GOLDEN)) ^ _key(seed, epoch, stream))
     counters = np.arange(1, num_draws + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return mix(per_sample[:, None] + counters)
@@ -84,7 +84,7 @@ def random_flips(seed: int, epoch: int, indices: npt.NDArray[np.int64]) -> Tenso
 
 
 def random_crop_shift(images: Tensor, shifts: Tensor, limit: int) -> Tensor:
-    """Each image moved by its own shift, zeros coming in at the edge; one gather for the whole batch.
+    """Return each image moved by its own shift, with zeros at the free edge; one gather for the whole batch.
 
     `images` is (sample, channel, height, width), `shifts` is (sample, 2) with entries in [-limit, limit].
     """
@@ -98,7 +98,7 @@ def random_crop_shift(images: Tensor, shifts: Tensor, limit: int) -> Tensor:
 
 
 def horizontal_flip(images: Tensor, flips: Tensor) -> Tensor:
-    """The images for which `flips` (sample,) is true, mirrored left to right; the others as they are."""
+    """Return the images, mirrored left to right where `flips` (sample,) is true."""
     return torch.where(flips[:, None, None, None], images.flip(3), images)
 
 
@@ -115,19 +115,19 @@ def augment(
 
 
 class SeededItems:
-    """Reads items with the global CPU generators of torch, random and numpy seeded for each, by (seed, epoch, index),
-    and makes a batch of them with these seeded once more, by its first item.
+    """A reader of items that seeds the global CPU generators of torch, random and numpy for each, by (seed, epoch,
+    index), and once more for making the batch, by its first item. It restores the generators afterwards.
 
-    What the training process draws does not notice. torch's generator is seeded for every item, which may ask it for
-    `initial_seed()`. Python's and numpy's take longer to be seeded than many an item to be read: they are where an item
-    of the first batch has drawn from them, or what makes it. Where it is a later one, which their states show, its
-    batch is read anew. A draw that leaves the state as it was (an item that puts it back) is not seen.
+    torch's generator is seeded for every item, because an item may call `initial_seed()`. Seeding Python's and numpy's
+    can take longer than reading an item. So they are seeded only once a draw from them is known: from the first batch,
+    which is watched, or from a later one, by their states; that batch is then read again. A draw that restores the
+    generator's state is not seen.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._drawn: frozenset[str] | None = None
-        """of `_COSTLY`, those from which items or batches draw, as far as that is known"""
+        """generators of `_COSTLY` with known draws; None before the first batch"""
 
     def read(
         self,
@@ -136,11 +136,11 @@ class SeededItems:
         epoch: int,
         make: Callable[[list[T]], Any] = list,
     ) -> Any:
-        """`make` of the list of `get(index)`, for one index at least.
+        """Return `make` of the list of `get(index)`, for at least one index.
 
-        Raises: what they do, but for StopIteration a RuntimeError.
+        Raises: what `get` and `make` raise; a RuntimeError instead of StopIteration.
         """
-        # At once: one by one costs ten times that.
+        # All seeds at once: one by one costs ten times as much.
         all_bits = random_bits(self._seed, epoch, indices, _STREAM_ITEM)[:, 0].tolist()
         seeds = list(zip(indices.tolist(), all_bits, strict=True))
         torch_state, states = torch.get_rng_state(), _states()
@@ -151,7 +151,7 @@ class SeededItems:
                 return batch
             try:
                 batch = _read(get, make, seeds, self._drawn)
-            except Exception:  # over numbers that it might not have drawn
+            except Exception:  # perhaps because of unseeded draws
                 if not self._note_drawn(states):
                     raise
             else:
@@ -166,7 +166,7 @@ class SeededItems:
                     _COSTLY[name].put_back(state)
 
     def _note_drawn(self, before: dict[str, Any]) -> bool:
-        """Whether there was a draw from a generator that was not seeded; it will be."""
+        """Return whether an unseeded generator was drawn from; from now on it is seeded."""
         assert self._drawn is not None, "the first batch was read"
         unseeded = before.keys() - self._drawn
         drawn = {name for name in unseeded if _COSTLY[name].state() != before[name]}
@@ -176,7 +176,7 @@ class SeededItems:
 
 @dataclass(frozen=True)
 class _Generator:
-    """A global one that takes long to be seeded."""
+    """A global generator that takes long to seed."""
 
     seed: Callable[[int], None]
     """by 64 bits"""
@@ -219,15 +219,15 @@ def _read(
         _seed(bits, costly)
         items.append(_named(get, index, "item {} of the data set could not be read", index))
     first, bits = seeds[0]
-    _seed(bits ^ _GOLDEN, costly)  # else the batch drew what its first item has drawn
+    _seed(bits ^ _GOLDEN, costly)  # otherwise the batch would draw the numbers of its first item
     return _named(make, items, "the batch that begins with item {} of the data set could not be made", first)
 
 
 def _named(call: Callable[[S], T], argument: S, words: str, index: int) -> T:
-    """`call(argument)`. Its error gets a note."""
+    """Return `call(argument)`, and add a note to its error."""
     try:
         return call(argument)
-    except StopIteration as error:  # a loop over batches would take it for their end
+    except StopIteration as error:  # a loop over batches would end at it
         raise RuntimeError(f"StopIteration was raised: {words.format(index)}") from error
     except Exception as error:
         add_own_note(error, words.format(index))
@@ -237,7 +237,7 @@ def _named(call: Callable[[S], T], argument: S, words: str, index: int) -> T:
 def _read_and_watch(
     get: Callable[[int], T], make: Callable[[list[T]], Any], seeds: Sequence[tuple[int, int]]
 ) -> tuple[Any, frozenset[str]]:
-    """The batch, and the generators from which it, or one of its items, has drawn."""
+    """Return the batch, and the generators from which making it or reading its items has drawn."""
     drawn: set[str] = set()
 
     def watched(call: Callable[[S], T]) -> Callable[[S], T]:

@@ -1,8 +1,8 @@
-"""What the bits of a run depend on beside its flags: stated, switched to deterministic, and compared.
+"""All that the bits of a run depend on beside its flags: made deterministic, recorded and compared.
 
-Equal samples, weights and order of additions give equal bits only where the same kernels run. Which ones do is decided
-by the torch version, the kind of CPU or GPU, the libraries below torch with their environment variables, and the
-number of threads, over which a kernel may split a sum.
+Equal samples, weights and order of additions give equal bits only with the same kernels. These depend on the torch
+version, the kind of CPU or GPU, the libraries below torch with their environment variables, and the number of threads,
+over which a kernel may split a sum.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from elastic_train.errors import UsageError
 from elastic_train.system import processor_facts
 
 THREADS_PER_WORKER = 1
-"""kernels split sums over threads; one is what every machine has, and with a worker per core nothing is lost"""
+"""kernels split sums over threads; every machine has one thread, and with a worker per core nothing is lost"""
 
 MOST_GRAPHS = 256
-"""of one function that torch.compile may make, one for each shape: as many as its own limit over all functions"""
+"""graphs that torch.compile may make of one function, one per shape: equal to its own limit over all functions"""
 _OVER_LIMIT = "FailOnRecompileLimitHit"
-"""the class of what torch raises beyond; it has no public name"""
+"""class of torch's error beyond that limit; it has no public name"""
 
 _NONDETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
 # cuBLAS picks among kernels by the workspace it has; torch refuses to call it deterministic without one of these.
@@ -36,11 +36,11 @@ _ENVIRONMENT = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA",
 
 
 def switch_on(*, strict: bool, warn: Callable[[str], None]) -> None:
-    """Deterministic kernels and one thread, for the rest of this process; before its first use of CUDA.
+    """Set deterministic kernels and one thread for the rest of this process; before its first use of CUDA.
 
     Args:
         strict: an operator without a deterministic form raises; otherwise it runs.
-        warn: told once per such operator, in one line that names it.
+        warn: called once per such operator, with one line that names it.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
     torch.use_deterministic_algorithms(True, warn_only=not strict)
@@ -54,9 +54,9 @@ def switch_on(*, strict: bool, warn: Callable[[str], None]) -> None:
 
 
 def _compile_each_shape() -> None:
-    """Have torch.compile make a graph for each shape, and run nothing uncompiled. One graph for several would, after
-    the first tail of an epoch, run whole steps too, and round them otherwise than in a process that has seen none; and
-    torch's limit of eight leaves those uncompiled that a process has met last."""
+    """Make torch.compile compile a graph for each shape, and run nothing uncompiled. After an epoch's first tail, one
+    graph for several shapes would run whole steps, too, and round them differently than in a process without a tail.
+    Beyond torch's limit of eight graphs the shapes that a process met last would run uncompiled."""
     compiler = torch.compiler.config
     compiler.automatic_dynamic_shapes = False
     compiler.recompile_limit = max(compiler.recompile_limit, MOST_GRAPHS)
@@ -65,8 +65,8 @@ def _compile_each_shape() -> None:
 
 @contextmanager
 def refused_as_what_it_is(device: torch.device) -> Iterator[None]:
-    """Code of the user's runs inside the block. Raises: UsageError where torch refuses to go on without the same bits,
-    as `switch_on` has told it to."""
+    """Run user code inside the block. Raises: UsageError: torch refuses an operation that would not give the same bits,
+    as `switch_on` demands."""
     try:
         yield
     except Exception as error:
@@ -87,7 +87,7 @@ def refused_as_what_it_is(device: torch.device) -> Iterator[None]:
 
 
 def _name_nondeterministic_operator(message: str) -> str | None:
-    """The operator that torch complains about for want of a deterministic form; None for any other message."""
+    """Return the operator that torch's message reports as nondeterministic; None for any other message."""
     found = _NONDETERMINISTIC.search(message)
     if found:
         return found.group(1)
@@ -95,7 +95,7 @@ def _name_nondeterministic_operator(message: str) -> str | None:
 
 
 def _name_operators_in_warnings(warn: Callable[[str], None]) -> None:
-    """Turn torch's paragraph, printed at every place of a call, into one line per operator."""
+    """Replace torch's paragraph, printed for every calling line, by one line per operator."""
     show = warnings.showwarning
     warned: set[str] = set()
 
@@ -114,7 +114,7 @@ def _name_operators_in_warnings(warn: Callable[[str], None]) -> None:
 
 
 def fingerprint(device: torch.device) -> dict[str, str | int]:
-    """What the bits depend on, of this process as it is now: plain values, to be kept with a snapshot."""
+    """Return all that the bits depend on in this process now, as plain values for a snapshot."""
     found: dict[str, str | int] = {
         "torch": str(torch.__version__),  # a str of its own kind, which no snapshot takes
         "machine": platform.machine(),
@@ -139,7 +139,7 @@ def fingerprint(device: torch.device) -> dict[str, str | int]:
 
 
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The differences of two fingerprints, one text each; empty where the bits can be expected to be equal."""
+    """Return the differences of two fingerprints, one text each; empty if equal bits can be expected."""
     return [
         f"{name} {saved.get(name, 'unset')} before, {now.get(name, 'unset')} now"
         for name in sorted(saved.keys() | now.keys())

@@ -21,41 +21,41 @@ from elastic_train.training.sampler import MicroBatch
 T = TypeVar("T")
 
 _WITHOUT_DRAWS = (TensorDataset, TensorImages, SyntheticImages)
-"""to seed generators for their whole batches would take longer than to read these"""
+"""data sets that draw nothing: seeding generators would take longer than reading their batches"""
 
 
 class _Told:
-    """What a data set was told in this process, whoever has read it."""
+    """The last epoch given to a data set's `set_epoch` in this process, by any reader."""
 
     epoch: int | None = None
 
 
 _known: WeakValueDictionary[int, _Told] = WeakValueDictionary()
-"""by the data set's id, for as long as a reader has it; a data set need not be hashable"""
+"""by the data set's id, while a reader exists; a data set need not be hashable"""
 
 
 class EpochDataset(Dataset[Any]):
     """Any map-style data set, for a DataLoader whose `batch_sampler` yields micro-batches.
 
-    Fetching gives `(micro_batch, batch)`, and `batch` is None where the micro-batch has no samples. A data set with
-    a method `gather(indices: int64 Tensor, epoch: int) -> batch` is asked once per micro-batch. Any other is read item
-    by item, with the global generators of torch, random and numpy seeded by (seed, epoch, index) before each, so that
-    its transforms do not depend on who runs them; then `collate` makes the batch of the items. It, and `gather`, find
-    these generators seeded by (seed, epoch, the micro-batch's first index). A TensorDataset with the default collate
+    Fetching returns `(micro_batch, batch)`; `batch` is None for a micro-batch without samples. A data set's method
+    `gather(indices: int64 Tensor, epoch: int) -> batch` is called once per micro-batch. Any other data set is read item
+    by item. The global generators of torch, random and numpy are seeded by (seed, epoch, index) before each item, so
+    that transforms give the same in every process. Then `collate` makes the batch. For `collate` and `gather` these
+    generators are seeded by (seed, epoch, the micro-batch's first index). A TensorDataset with the default collate
     gives the same batch without going through its items.
 
-    A method `set_epoch` of the data set that takes one argument is called before the first micro-batch of an epoch, in
-    every process that reads one: what a training function calls reaches none that runs already. What it draws is the
-    same in each. Where several read one data set in a process, each knows what another one has told it.
+    If the data set has a method `set_epoch` with one argument, it is called before the first micro-batch of an epoch in
+    every process that reads one; a training function's own call would not reach running processes. It draws the same
+    numbers in each process. Several readers of one data set in a process share the last epoch that it was given.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any] = default_collate) -> None:
-        length_of(dataset)  # for its error: nothing here could be read from one without a length
+        length_of(dataset)  # for its error: a data set without a length cannot be read here
         self.dataset = dataset
         self._items = SeededItems(seed)
         self._collate = collate
         self._gather: Callable[[Tensor, int], Any] | None = None
-        # Of its class: one that passes on what it does not have would lose its own items.
+        # Looked up on the class: a wrapper that forwards missing attributes would lose its own items.
         if getattr_static(type(dataset), "gather", None) is not None:
             self._gather = dataset.gather  # type: ignore[attr-defined]
         if type(dataset) is TensorDataset and collate is default_collate:
@@ -81,7 +81,7 @@ class EpochDataset(Dataset[Any]):
             self._told.epoch = epoch
 
     def read(self, indices: npt.NDArray[np.int64], epoch: int = 0) -> Any:
-        """The batch of these samples, one at least; beside training, of the epoch that the data set was told last."""
+        """Return the batch of at least one sample; outside of training, of the data set's last epoch."""
         if self._told.epoch is None:
             self._tell(epoch)
         if self._gather is None:
@@ -94,13 +94,13 @@ class EpochDataset(Dataset[Any]):
         return whole() if self._draws_nothing else self._items.read(int, indices[:1], epoch, whole)
 
     def _select(self, indices: Tensor, _epoch: int) -> list[Tensor]:
-        """What default_collate makes of a TensorDataset's items."""
+        """Return what default_collate would make of a TensorDataset's items."""
         assert isinstance(self.dataset, TensorDataset)
         return [tensor.index_select(0, indices.to(tensor.device)) for tensor in self.dataset.tensors]
 
 
 def length_of(dataset: Dataset[Any]) -> int:
-    """Samples of a map-style data set. Raises: UsageError for one of another kind."""
+    """Return the number of samples of a map-style data set. Raises: UsageError: it is of another kind."""
     if isinstance(dataset, DataLoader):
         raise UsageError(
             "a DataLoader was given: give its data set (loader.dataset); the batch size is --global-batch-size, and "
@@ -129,7 +129,7 @@ def as_fetched(fetched: T) -> T:
 
 
 def _takes_one(method: Any) -> bool:
-    """Whether it can be called with one argument, as far as can be seen."""
+    """Return whether `method` accepts one argument; True if its signature is unknown."""
     if not callable(method):
         return False
     try:

@@ -1,4 +1,4 @@
-"""The processes of a DataLoader that live beside training: how they begin, and how they end."""
+"""Start and end of a DataLoader's processes beside training."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from elastic_train.training.epoch_dataset import EpochDataset, as_fetched
 from elastic_train.training.sampler import MicroBatch
 
 BEGIN_SECONDS = 20.0
-"""that a forked process may take for its first line, which needs nothing but a processor"""
+"""timeout for a forked process to reach its first line, for which it needs only a processor"""
 POLL_SECONDS = 0.002
 MOST_STARTS = 3
 _ending: list[threading.Thread] = []
-"""each ends the processes of a loader that was let go"""
+"""threads that end the processes of dropped loaders"""
 
 
 def open_loader(
@@ -42,16 +42,16 @@ def open_loader(
     pin_memory: bool = False,
     at_most: int | None = None,
 ) -> Iterator[Any]:
-    """What a DataLoader with `config`'s processes reads, in the sampler's order. Blocks until they have begun, and
-    until those of the loader before the last one have ended; to let it go does not block.
+    """Return an iterator over the batches of a DataLoader with `config`'s processes. Blocks until they have begun, and
+    until those of the loader before the last one have ended. Dropping the iterator does not block.
 
-    A process that is forked in the very moment in which another thread holds a lock of the interpreter waits for it for
-    ever, before its first line (python/cpython#112275, before 3.12), and training waits for its batch. It is killed
-    then, and all are started anew.
+    A process forked while another thread holds a lock of the interpreter waits for that lock for ever, before its first
+    line (python/cpython#112275, before 3.12), and training waits for its batch. Such a process is killed, and all
+    processes are started again.
 
     Args:
-        warn: told of processes that did not begin.
-        at_most: of the processes.
+        warn: called with a message about processes that did not begin.
+        at_most: limit of the number of processes.
     """
     num_workers = config.num_workers if at_most is None else min(config.num_workers, at_most)
 
@@ -72,9 +72,9 @@ def open_loader(
 
     if num_workers == 0:
         return iter(make(None))
-    while len(_ending) > 1:  # they keep what they have read until then
+    while len(_ending) > 1:  # until their end these processes keep what they have read
         _ending.pop(0).join()
-    # Asked for only where there are processes: the answer is final, and a later set_start_method of the user's raises.
+    # Only where there are processes: this call fixes the method, so that a user's later set_start_method raises.
     if multiprocessing.get_context(config.multiprocessing_context).get_start_method() != "fork":
         return _read([iter(make(None))])
     for _ in range(MOST_STARTS - 1):
@@ -85,7 +85,7 @@ def open_loader(
             f"{num_missing} of {num_workers} loader processes had not begun after {BEGIN_SECONDS:g} s: forked, "
             "perhaps, while another thread held a lock (python/cpython#112275); all are started again"
         )
-        del batches  # it ends those that listen, and watches none from now on: of one that it watches, a death raises
+        del batches  # ends the processes that listen, and watches none: the death of a watched one raises
         for process in processes:
             process.kill()
             process.join()
@@ -93,23 +93,22 @@ def open_loader(
 
 
 def _read(batches: list[Iterator[Any]]) -> Iterator[Any]:
-    """What the one iterator in a list gives. Where it is let go before its end, that is on a thread of its own: torch
-    waits until each process has read its batch, for 5 s at most each, and the other workers would wait for this one."""
+    """Yield from the one iterator in a list. If it is dropped before its end, a separate thread frees it: torch waits
+    until each process has read its batch, up to 5 s each, and the other workers would wait for this one."""
     try:
         yield from batches[0]
     except GeneratorExit:
-        if not sys.is_finalizing():  # then no thread starts, and torch ends nothing
+        if not sys.is_finalizing():  # while finalizing no thread starts, and torch ends nothing
             end_watch(batches[0])
-            thread = threading.Thread(target=batches.clear, name="loader-end")  # no daemon: they end with this process
+            thread = threading.Thread(target=batches.clear, name="loader-end")  # no daemon: this process waits for it
             thread.start()
             _ending.append(thread)
         raise
 
 
 def end_watch(batches: Any) -> None:
-    """From now on the death of one of an iterator's processes raises nothing in the main thread. torch would watch them
-    until all have ended, whoever waits for that. Its private names are used here alone, as in its own
-    `_shutdown_workers`."""
+    """Stop watching an iterator's processes, so that the death of one raises nothing in the main thread. torch would
+    watch them until all have ended. Its private names are used here alone, as in its own `_shutdown_workers`."""
     if batches._worker_pids_set:
         torch._C._remove_worker_pids(id(batches))
         batches._worker_pids_set = False
@@ -121,11 +120,10 @@ def read_apart(
     config: Config,
     warn: Callable[[str], None],
 ) -> Iterator[Any]:
-    """A batch for each of some lists of samples, which are no part of training: blocks until it is read.
+    """Yield a batch for each of some lists of samples outside of training. Blocks until each is read.
 
-    Where loader processes read, one is forked for this alone. What a data set opens when it is first read must not be
-    opened in this process: those that are forked later would share the file's position. What this process draws does
-    not notice.
+    With loader processes, one is forked for this alone. A data set must not open its files in this process at a first
+    read: processes forked later would share the files' positions. This process's random numbers are not affected.
 
     Args:
         parts: sample indices of each, one at least.
@@ -144,7 +142,7 @@ def read_apart(
 def _fork(
     make: Callable[[Semaphore], DataLoader[Any]], num_workers: int
 ) -> tuple[Iterator[Any], set[BaseProcess], int]:
-    """What they read, the processes, and how many of them have not begun."""
+    """Fork the processes; return (their batches, the processes, how many of them have not begun)."""
     begun = multiprocessing.get_context("fork").Semaphore(0)
     before = set(multiprocessing.active_children())
     with _signals_blocked():
@@ -155,8 +153,8 @@ def _fork(
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """A process that is forked now is deaf to what torchrun, terminals and torch send until its first line. One that
-    never comes to it would pass them on to this process: it has the pipe that wakes the thread that listens here."""
+    """Block the signals of torchrun, terminals and torch in processes forked inside the block, until their first line.
+    A process that hangs before it would forward them to this one: it has the pipe that wakes the listening thread."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -165,10 +163,10 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _count(begun: Semaphore, num_workers: int) -> int:
-    """The processes that begin in time."""
+    """Return the number of processes that begin in time."""
     deadline, count = time.monotonic() + BEGIN_SECONDS, 0
     while count < num_workers and time.monotonic() < deadline:
-        if begun.acquire(block=False):  # with a timeout it goes by a clock that may be set
+        if begun.acquire(block=False):  # a timeout would use a clock that may be set
             count += 1
         else:
             time.sleep(POLL_SECONDS)
@@ -177,8 +175,8 @@ def _count(begun: Semaphore, num_workers: int) -> int:
 
 def start_loader_process(_worker: int, begun: Semaphore | None = None) -> None:
     """The `worker_init_fn` of every DataLoader whose processes live beside training; `begun` is released once."""
-    # torchrun and terminals signal a worker's whole process group. A loader that dies of that takes the step in hand
-    # and the snapshot of the stop with it: to stop is for the trainer alone to decide.
+    # torchrun and terminals signal a worker's whole process group. The death of a loader would cost the open step and
+    # the snapshot of the stop: the trainer alone decides to stop.
     os.setpgid(0, 0)
     # A loader that outlived its trainer would hold the trainer's sockets and lock files open.
     die_with_parent()
@@ -186,5 +184,5 @@ def start_loader_process(_worker: int, begun: Semaphore | None = None) -> None:
     if begun is not None:
         begun.release()
         while signal.sigtimedwait(SIGNALS, 0) is not None:
-            pass  # it came before there was a process group of its own
+            pass  # a signal from before the process group of its own
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

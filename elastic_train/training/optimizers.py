@@ -1,4 +1,4 @@
-"""What optimizers train, and of what they are made."""
+"""The parameters, parts and schedulers of optimizers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from elastic_train.errors import UsageError
 from elastic_train.wording import named
 
 OBJECTS_LOOKED_AT = 100_000
-"""some 50 ms"""
+"""limit of a search, some 50 ms"""
 
 
 def build_optimizer(
     parameter_groups: list[dict[str, Any]], *, name: str, lr: float, momentum: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """`sgd` or `adamw`; a value that a group sets for itself wins."""
+    """Build `sgd` or `adamw`; a group's own values take precedence."""
     if name == "adamw":
         return torch.optim.AdamW(parameter_groups, lr=lr, weight_decay=weight_decay)
     return torch.optim.SGD(parameter_groups, lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
 def require_values(model: nn.Module) -> None:
-    """Raises: UsageError where a parameter or buffer has a shape alone."""
+    """Raises: UsageError: a parameter or buffer has a shape but no values."""
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise UsageError(
@@ -40,8 +40,8 @@ def require_values(model: nn.Module) -> None:
 
 
 def require_in_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raises: UsageError where the optimizer trains what is no part of the model: nobody would sum its gradients, save
-    it, or hand it to others."""
+    """Raises: UsageError: the optimizer trains parameters outside the model. Their gradients would not be summed, and
+    they would be neither saved nor handed over."""
     shapes = [str(tuple(one.shape)) for one in parameters_beside([model], [optimizer])]
     if shapes:
         raise UsageError(
@@ -51,25 +51,25 @@ def require_in_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Of all its groups."""
+    """Return the parameters of all groups."""
     return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def rate_of(group: Mapping[str, Any]) -> float | None:
-    """Of a parameter group; None where it has none, since its optimizer finds one itself (Adafactor)."""
+    """Return a parameter group's learning rate; None if its optimizer finds the rate itself (Adafactor)."""
     rate = group.get("lr")
     return None if rate is None else float(rate)
 
 
 def parameters_beside(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parameter]:
-    """Those that the optimizers train and none of the modules has; each once."""
+    """Return the parameters that the optimizers train and no module has; each once."""
     own = {id(one) for module in modules for one in module.parameters()}
     trained = {id(one): one for optimizer in optimizers for one in parameters_of(optimizer)}
     return [one for key, one in trained.items() if key not in own]
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """Those that it is made of, by the place in which it keeps them: SAM's `base_optimizer`, of the same parameters."""
+    """Return the optimizers that this one is made of, by attribute: SAM's `base_optimizer`, of the same parameters."""
     owned = {id(one) for one in parameters_of(optimizer)}
     found: dict[str, torch.optim.Optimizer] = {}
     waiting = {"": optimizer}
@@ -88,16 +88,16 @@ def parts_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimize
 
 
 def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether one of torch's sets its rates. Takes some 50 ms where no group says so."""
-    if any("initial_lr" in group for group in optimizer.param_groups):  # torch documents it, for one that is resumed
+    """Return whether a scheduler of torch sets the rates. Takes some 50 ms if no group shows it."""
+    if any("initial_lr" in group for group in optimizer.param_groups):  # torch documents it, for resumed schedulers
         return True
-    holders = gc.get_referrers(optimizer)  # ReduceLROnPlateau notes nothing there
-    holders += gc.get_referrers(*(one for one in holders if type(one) is dict))  # which may be that of an object
+    holders = gc.get_referrers(optimizer)  # ReduceLROnPlateau sets no `initial_lr`
+    holders += gc.get_referrers(*(one for one in holders if type(one) is dict))  # perhaps an object's __dict__
     return any(issubclass(type(one), torch.optim.lr_scheduler.LRScheduler) for one in holders)
 
 
 def stepping_scaler() -> torch.amp.GradScaler | None:
-    """The GradScaler that steps an optimizer at this moment, in this thread."""
+    """Return the enabled GradScaler whose `step` is on this thread's stack, or None."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
         frame = frame.f_back
@@ -106,15 +106,15 @@ def stepping_scaler() -> torch.amp.GradScaler | None:
 
 
 def may_schedule(one: object, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `one` refers to the optimizer or a group of it, as all that schedules its rates does."""
+    """Return whether `one` refers to the optimizer or a group of it, as every scheduler of its rates does."""
     return may_hold(one, (optimizer, *optimizer.param_groups))
 
 
 def may_hold(one: object, objects: Iterable[object]) -> bool:
-    """Whether `one` is one of the objects or refers to it, whatever that is wrapped in. True where it is too large to
-    tell."""
+    """Return whether `one` is one of the objects or refers to one, through any wrappers. True if the search is cut
+    off at OBJECTS_LOOKED_AT."""
     wanted = {*map(id, objects)}
-    # What everybody refers to tells nothing; modules and tensors schedule nothing.
+    # Types and modules are referred to by everything; nn.Modules and tensors schedule nothing.
     passed_by = type | types.ModuleType | nn.Module | torch.Tensor
     seen: set[int] = set()
     waiting = [one]

@@ -243,7 +243,7 @@ def hash_of_plain(state: Any) -> int:
 
 def plain_hashes(state: TrainState) -> dict[str, int]:
     """Return hashes, by name, of the optimizers' settings (learning rates, ...) and the extras' plain values. A
-    training function may change it between steps, and the comparison of weights and optimizer states omits it."""
+    training function may change these between steps; the comparison of weights and optimizer states omits them."""
     found = {"optimizer settings": settings_hash(state)}
     for name, extra in state.extras.items():
         if isinstance(extra, torch.optim.Optimizer):
