@@ -1,4 +1,4 @@
-"""What a run has cost so far, and what it got for that."""
+"""The cost of a run so far, and the kept part of it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 
 def bill_of(state: TrainState, price: float | None) -> dict[str, Any]:
-    """Up to the newest committed step; `price` is of a node for an hour."""
+    """Return the bill up to the newest committed step; `price` is of a node for an hour."""
     paid, kept = state.clock.node_seconds()
     return bill(paid=paid, kept=kept, samples=state.epoch * state.length + state.samples_done, price=price)
 
 
 def newest_bill(result: Line | None, events: Iterable[Line]) -> Line | None:
-    """Of result.json, else of the newest event that has one."""
+    """Return the bill of result.json, else of the newest event that has one."""
     return dict_of(newest_with_bill(result, events), "bill") or None
 
 
 def newest_with_bill(result: Line | None, events: Iterable[Line]) -> Line:
-    """What `newest_bill` stands in; its `step` says up to which one was counted. Empty where there is none."""
+    """Return the line with `newest_bill`, whose `step` is the last counted one; empty if there is none."""
     if result is not None and dict_of(result, "bill"):
         return result
     return max((line for line in events if dict_of(line, "bill")), key=time_of, default={})
 
 
 def describe_bill(told: Line | None) -> str | None:
-    """`7,200 node-seconds paid, 50% kept; 3.00 in all, 6.00 per million kept samples`; None where nothing was paid."""
+    """`7,200 node-seconds paid, 50% kept; 3.00 in all, 6.00 per million kept samples`; None if nothing was paid."""
     paid, kept, cost, each = _amounts(told)
     if not paid or kept is None:
         return None
@@ -42,7 +42,7 @@ def describe_bill(told: Line | None) -> str | None:
 
 
 def figures_of_bill(told: Line | None) -> tuple[tuple[str, str, str], ...]:
-    """(name, label, text) of what a page shows; an empty text where there is nothing to tell."""
+    """Return (name, label, text) of each figure of a page; the text is empty if there is no value."""
     paid, kept, _, each = _amounts(told)
     return (
         ("paid", "node-seconds paid", "" if paid is None else f"{paid:,.0f}"),
@@ -52,12 +52,12 @@ def figures_of_bill(told: Line | None) -> tuple[tuple[str, str, str], ...]:
 
 
 def _amounts(told: Line | None) -> tuple[float | None, float | None, float | None, float | None]:
-    """(node-seconds paid, and kept, what they cost, and for a million kept samples) as far as it can be read."""
+    """Return (node-seconds paid, node-seconds kept, cost, cost per million kept samples); None for a missing one."""
     line = told or {}
     seconds, each = dict_of(line, "node_seconds"), float_of(line, "cost_per_million_samples")
     return float_of(seconds, "paid"), float_of(seconds, "kept"), float_of(line, "cost"), each
 
 
 def _money(amount: float) -> str:
-    """Two decimals, more of what is small."""
+    """Format an amount: two decimals, or three digits if it is below 1."""
     return f"{amount:,.2f}" if amount >= 1 else f"{amount:.3g}"

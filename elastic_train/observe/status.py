@@ -112,7 +112,7 @@ class Status:
     bill: Line | None = None
     """of result.json, else of the newest event that has one"""
     bill_step: int | None = None
-    """committed steps when it was made"""
+    """committed steps at the time of the bill"""
     notes: tuple[str, ...] = ()
 
 
@@ -125,10 +125,10 @@ def missing(run_dir: Path) -> RunDirectoryError:
 
 
 def read_status(run_dir: Path, now: float, is_alive: IsAlive | None = None) -> Status:
-    """Where the run in `run_dir` stood at `now` (Unix seconds).
+    """Return the status of the run in `run_dir` at `now` (Unix seconds).
 
     Raises:
-        RunDirectoryError: there is no run in it, or it cannot be read.
+        RunDirectoryError: the directory has no run, or cannot be read.
     """
     try:
         names = set(os.listdir(run_dir))
@@ -222,8 +222,8 @@ def _missing(world: list[Line], result: Line | None, current_result: Line | None
 
 
 def _newest_start(workers: list[WorkerLines]) -> tuple[int | None, list[WorkerLines], list[WorkerLines]]:
-    """(the newest generation, its workers, those that wrote after it and are in none). By the one clock that they have
-    in common, that of the file system."""
+    """Return (the newest generation, its workers, later workers without a generation). The order is by file times,
+    the one clock that all workers share."""
     generation = max((g for worker in workers if (g := worker.generation) is not None), default=None)
     current = [worker for worker in workers if worker.generation == generation]
     newest = max((worker.written for worker in current), default=0.0)
@@ -243,7 +243,7 @@ def _state(
     *,
     is_drill: bool,
 ) -> tuple[RunState, list[str]]:
-    """The state of the run, and what is to be noted about a later start that came to nothing."""
+    """Return the state of the run, and a note about a later start that failed, if any."""
     state = _classify(current)
     if state is RunState.RUNNING and generation is None:
         state = RunState.STARTING
@@ -256,8 +256,8 @@ def _state(
 
 
 def _classify(workers: list[WorkerLines]) -> RunState:
-    """The state of the workers of one generation, or of one start. A worker that ended proves nothing about a run
-    that others carry on; one that finished it does."""
+    """Return the state of the workers of one generation, or of one start. A worker that has ended decides it only if it
+    has finished the run: its peers may go on."""
     if not workers:
         return RunState.STARTING
     outcomes = {worker.outcome for worker in workers}
@@ -283,7 +283,7 @@ def _attempt_note(attempt: RunState, newcomers: list[WorkerLines], now: float) -
 
 
 def _error(workers: list[WorkerLines]) -> str | None:
-    """The message of the first worker that failed: the others' are mostly consequences of it."""
+    """Return the message of the first worker that failed: later failures are mostly consequences of it."""
     failed = [worker.last for worker in workers if worker.outcome == "failed"]
     first = min(failed, key=time_of, default=None)
     return None if first is None or first.get("error") is None else str(first["error"]).strip().splitlines()[0]
@@ -320,7 +320,7 @@ def _newest_remote_snapshot(workers: list[WorkerLines]) -> NewestSnapshot | None
 
 
 def _length(start: Line, snapshot: SnapshotInfo | None, step_lines: list[Line]) -> int | None:
-    """Samples of an epoch: as the start says, else the newest snapshot, else the last step of an epoch."""
+    """Return the samples of an epoch: by the start, else by the newest snapshot, else by the last step of an epoch."""
     for task in (dict_of(start, "task"), {} if snapshot is None else dict(snapshot.task)):
         if (length := int_of(task, "train_length")) is not None:
             return length
@@ -333,7 +333,7 @@ def _length(start: Line, snapshot: SnapshotInfo | None, step_lines: list[Line]) 
 def _position(
     step: int | None, step_lines: list[Line], length: int | None, batch: int | None
 ) -> tuple[int | None, int | None]:
-    """(epoch, samples done in it) of the newest committed step."""
+    """Return (epoch, samples done in it) of the newest committed step."""
     if step_lines and int_of(step_lines[-1], "step") == step:
         return int_of(step_lines[-1], "epoch"), int_of(step_lines[-1], "samples_done")
     if not step or not length or not batch:
@@ -350,7 +350,7 @@ def _last_step(length: int | None, batch: int | None, num_epochs: int | None, ma
 
 
 def _rate(step_lines: list[Line], length: int | None, batch: int | None) -> float | None:
-    """Samples per second over the last steps of who wrote the newest, whatever came between them included."""
+    """Return samples per second over the newest writer's last steps, with all pauses between them."""
     if len(step_lines) < 2:
         return None
     newest = step_lines[-1]
@@ -382,7 +382,7 @@ def _best(world: list[Line], result: Line | None) -> Line | None:
 def _newest_evaluation(
     workers: list[WorkerLines], last: int | None, result: Line | None
 ) -> tuple[int | None, dict[str, float]]:
-    """Committed steps when it was, and what it found by name; in whatever world, of a step that is not undone.
+    """Return (committed steps, metrics by name) of the newest evaluation in any world, of a step that was not undone.
 
     Args:
         last: committed steps of the run.

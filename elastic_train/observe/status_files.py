@@ -51,17 +51,17 @@ class WorkerLines:
 
     @property
     def is_outside(self) -> bool:
-        """Whether it is in no world: not yet, or no more, having been left out (`was`)."""
+        """Whether the worker is in no world: not yet, or no more, because it was left out (`was`)."""
         return int_of(self.last, "generation") is None or "was" in self.last
 
     @property
     def is_first_of_node(self) -> bool:
-        """Whether it stands for its node: each has one with this local rank."""
+        """Whether the worker represents its node: each node has one with this local rank."""
         return self.member.split("/")[-2] == "0"
 
     @property
     def outcome(self) -> str | None:
-        """Of its `done` event."""
+        """The outcome in its `done` event; None without one."""
         return str(self.last.get("outcome")) if self.last["event"] == "done" else None
 
     @property
@@ -74,14 +74,14 @@ def is_event(line: Line) -> bool:
 
 
 def read_workers(directory: Path, now: float, is_alive: IsAlive) -> list[WorkerLines]:
-    """The event files that tell how a run stands, oldest first: the newest ones, those of who may wait, and those of
-    all members of the newest world, most of whom write nothing for hours. Raises OSError other than for a missing
-    directory."""
+    """Return the event files that decide a run's status, oldest first: the newest ones, those of workers that may wait,
+    and those of all members of the newest world, most of which write nothing for hours. Raises: OSError, but not for a
+    missing directory."""
     unread = {member_of(Path(entry.path)): entry for entry in _newest_files(directory)}
     found: list[WorkerLines] = []
 
     def read(members: Iterable[str]) -> bool:
-        """Whether there were any that had not been read."""
+        """Read members' files, and return whether any of them had not been read yet."""
         chosen = {member: unread.pop(member) for member in list(members) if member in unread}
         for member, entry in chosen.items():
             lines: list[Line] = []
@@ -97,14 +97,14 @@ def read_workers(directory: Path, now: float, is_alive: IsAlive) -> list[WorkerL
     read(itertools.islice(unread, NEWEST_FILES))
     read([member for member, entry in unread.items() if now - entry.stat().st_mtime <= HEARD_SECONDS])
     while not _newest_members(found) and read(itertools.islice(unread, NEWEST_FILES)):
-        pass  # later starts that came to nothing hide no run
+        pass  # later starts that failed must not hide the run
     while read(_newest_members(found)):
-        pass  # they may know of a newer world
+        pass  # these members may know of a newer world
     return sorted(found, key=lambda worker: time_of(worker.first))
 
 
 def _newest_files(directory: Path) -> list[os.DirEntry[str]]:
-    """The event files, newest first; without those that --fresh moves aside at this moment."""
+    """Return the event files, newest first; without those that --fresh is moving aside."""
     found = []
     with suppress(FileNotFoundError):
         for entry in os.scandir(directory):
@@ -115,7 +115,7 @@ def _newest_files(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def _newest_members(workers: Iterable[WorkerLines]) -> set[str]:
-    """Those of the newest world that is told of."""
+    """Return the members of the newest world in the lines."""
     worlds = [line for worker in workers for line in worker.lines if line["event"] == "world"]
     newest = max((int_of(line, "generation") or 0 for line in worlds), default=0)
     told = (line.get("members") for line in worlds if int_of(line, "generation") == newest)
@@ -123,8 +123,8 @@ def _newest_members(workers: Iterable[WorkerLines]) -> set[str]:
 
 
 def process_is_alive(start: Line) -> bool | None:
-    """Whether the process that wrote this `start` event lives; None if it is none of this machine's, or of a container
-    whose pids are others here, whatever host name it has."""
+    """Return whether the process that wrote this `start` event lives; None if it is on another machine, or in a
+    container with its own pids, whatever its host name."""
     pid = int_of(start, "pid")
     if pid is None or start.get("host") != host_name() or start.get("pid_namespace") not in (None, pid_namespace()):
         return None
@@ -134,13 +134,13 @@ def process_is_alive(start: Line) -> bool | None:
     if state in ("Z", "X", None):
         return False
     if (own := int_of(start, "started_ticks")) is not None:
-        return own == int(ticks)  # else an earlier process had its pid
+        return own == int(ticks)  # if not, a later process has its pid
     started = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(ticks) / os.sysconf("SC_CLK_TCK")
     return started <= time_of(start) + 2.0  # of an older version: right as long as the clock has not been set
 
 
 def is_alive_in(run_dir: Path) -> IsAlive:
-    """How it is told of the workers of a run; those of a drill may have host names of their own, and are here."""
+    """Return the check for workers of a run. A drill's workers may have invented host names, but run here."""
     if not (run_dir / "drill").is_dir():
         return process_is_alive
     drill_lives = drill_is_alive(run_dir / "drill")
@@ -148,7 +148,7 @@ def is_alive_in(run_dir: Path) -> IsAlive:
 
 
 def drill_is_alive(folder: Path) -> bool | None:
-    """Whether the drill lives, without which its nodes do not; None if it is none of this machine's."""
+    """Return whether the drill lives, without which its nodes end; None if it is on another machine."""
     settings = read_json(folder / "drill.json") or {}
     if "interrupted" in settings or (folder / "leftovers.json").exists():  # which it writes at its end
         return False

@@ -38,7 +38,7 @@ class RunSampler:
             micro_batch_size=state.micro_batch_size,
             max_steps=state.last_step,
         )
-        """of the epoch in which the world begins"""
+        """sampler of the epoch in which the world begins"""
 
     def __iter__(self) -> Iterator[MicroBatch]:
         rest, step = self._rest, self._rest.steps_done
@@ -54,13 +54,13 @@ class RunSampler:
             rest = replace(rest, epoch=rest.epoch + 1, samples_done=0, steps_done=step)
 
     def of_step(self, step: int) -> list[MicroBatch]:
-        """This rank's micro-batches of any step, a committed one perhaps."""
+        """Return this rank's micro-batches of any step, also of a committed one."""
         batch = self._rest.global_batch_size
         epoch, within = divmod(step - 1, steps_per_epoch(self._rest.length, batch))
         return list(replace(self._rest, epoch=epoch, samples_done=within * batch, steps_done=step - 1, max_steps=step))
 
     def _first_step(self) -> Iterator[MicroBatch]:
-        """Split over the first ranks alone; the others get an empty micro-batch."""
+        """Yield a step that is split over the first ranks alone; later ranks get an empty micro-batch."""
         rank, ranks = self._rest.rank, self._first_ranks
         one = self._rest.steps_done + 1
         for micro_batch in replace(self._rest, rank=min(rank, ranks - 1), world_size=ranks, max_steps=one):
@@ -80,13 +80,13 @@ def steps(
     first_ranks: int | None = None,
     warn: Callable[[str], None] = warnings.warn,
 ) -> Iterator[list[tuple[MicroBatch, Any]]]:
-    """This rank's micro-batches, a list per step, from `state`'s position to the end of training.
+    """Yield this rank's micro-batches, a list per step, from `state`'s position to the end of training.
 
-    Reading ahead changes nothing: the position is what is committed.
+    Reading ahead changes nothing: the position counts committed samples.
 
     Args:
-        first_ranks: how many ranks have samples in the first step, where newcomers do not have the weights yet (fast
-            reduction only); None for all.
+        first_ranks: how many ranks have samples in the first step, while newcomers have no weights yet (fast reduction
+            only); None for all.
         warn: as `open_loader`'s.
     """
     reader = EpochDataset(dataset, seed=config.seed, collate=collate)
@@ -107,8 +107,8 @@ def steps(
 
 
 def pinned(batch: Any) -> Any:
-    """The batch with its tensors in pinned memory, from which a copy to a GPU need not be waited for; those that are on
-    a device already stay there, where a DataLoader would raise."""
+    """Return the batch with its tensors in pinned memory, from which copies to a GPU do not block. Tensors on a
+    device stay there; for those a DataLoader would raise."""
 
     def pin(value: Any) -> Any:
         is_elsewhere = isinstance(value, torch.Tensor) and value.device.type != "cpu"

@@ -1,8 +1,7 @@
-"""By what members see that they train the same model by the same code, and on the same data in the same order: a few
-names and items.
+"""Digests by which members check that they train the same model by the same code, on the same data in the same order.
 
-A folder that one node lists in another order, or in which a file was replaced, has the same length and breaks
-exactly-once unseen. Cheap for any number of items.
+A folder that one node lists in another order, or with a replaced file, has the same length and would break exactly-once
+unnoticed. Only a few names and items are read, so this is cheap for any number of items.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from elastic_train.training.state import TrainState
 from elastic_train.wording import count
 
 NUM_ENTRIES = 64
-"""of each list that the data set holds about its items"""
+"""entries read of each list that the data set holds about its items"""
 MAX_DEPTH = 4
-"""of data sets within data sets"""
+"""of nested data sets"""
 MAX_INNER = 16
-"""data sets side by side in one"""
+"""data sets in one list of a data set"""
 SHOWN = 40
 """characters of a name in a message"""
 
@@ -37,16 +36,15 @@ SHOWN = 40
 def identify(
     dataset: Dataset[Any], *, seed: int, collate: Callable[[list[Any]], Any], may_read: bool
 ) -> dict[str, str]:
-    """What must agree between members, by name; empty where nothing can be found out.
+    """Return digests that must agree between members, by name; empty if none can be made.
 
-    `names`: of lists with an entry for each item (files, labels) some entries, with paths below what these have in
-    common. `items`: whole numbers, types and shapes of the first item, the one in the middle and the last one, where
-    they can be read twice with the same outcome; other numbers as well of a TensorDataset. No texts: an item may hold
-    its path.
+    `names`: some entries of lists with an entry per item (files, labels), with paths relative to their common folder.
+    `items`: integers, types and shapes of the first, the middle and the last item, if two readings agree; of a
+    TensorDataset floats as well. Texts are left out, because an item may hold its path.
 
     Args:
-        may_read: whether to read items. Not where loader processes do: files that a data set opens when it is first
-            read must not be inherited by them.
+        may_read: whether to read items. False with loader processes: they must not inherit files that a data set opens
+            at its first read.
     """
     found = {}
     names = _names_of(dataset)
@@ -56,7 +54,7 @@ def identify(
     if may_read:
         length = len(dataset)  # type: ignore[arg-type]  # Dataset declares no __len__
         places = sorted({0, length // 2, length - 1})
-        # As they lie in memory, or after transforms, which another processor may round differently.
+        # Floats only as they are in memory: another processor may round transforms differently.
         read = _read_items(EpochDataset(dataset, seed, collate), places, is_exact=type(dataset) is TensorDataset)
         if read is not None:
             found["items"] = read
@@ -64,10 +62,10 @@ def identify(
 
 
 def identify_state(state: TrainState) -> dict[str, str]:
-    """What of a model and its extras must agree between members, whose scripts may differ: shapes, and names. Asked
-    when they are made: training may change them."""
+    """Return the names and shapes of a model and its extras that must agree between members, whose scripts may differ.
+    Call it when they are made: training may change them."""
     tensors = [*state.model.named_parameters(), *state.model.named_buffers()]
-    if any(nn.parameter.is_lazy(tensor) for _, tensor in tensors):  # of shapes that the first batch gives them
+    if any(nn.parameter.is_lazy(tensor) for _, tensor in tensors):  # the first batch decides their shapes
         return {}
     digest = _digest(
         [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in sorted(tensors, key=itemgetter(0))]
@@ -80,18 +78,18 @@ def identify_state(state: TrainState) -> dict[str, str]:
 
 
 def identify_code(code: Any) -> tuple[str, str] | None:
-    """The file of a function or a class, and the beginning of its SHA-256; None where none can be read."""
+    """Return the file of a function or class, and the beginning of its SHA-256; None if no file can be read."""
     try:
         path = inspect.getsourcefile(code)
         return None if path is None else (path, hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12])
-    except (TypeError, OSError):  # made by a partial, say; or moved since
+    except (TypeError, OSError):  # a partial, for one; or a file that was moved
         return None
 
 
 def _names_of(dataset: Any) -> list[list[Any]]:
     try:
         return list(_lists(dataset, MAX_DEPTH))
-    except Exception:  # of the user's code: what it is good for shows in training
+    except Exception:  # of the user's code; training will show whether it matters
         return []
 
 
@@ -112,7 +110,7 @@ def _lists(dataset: Any, depth: int) -> Iterator[list[Any]]:
 
 
 def spread(length: int, most: int) -> list[int]:
-    """Places in a list, evenly spread from its first to its last, `most` of them or all; ascending."""
+    """Return at most `most` places of a list, spread evenly from its first to its last; ascending."""
     most = min(most, length)
     return [number * (length - 1) // max(most - 1, 1) for number in range(most)]
 
@@ -124,7 +122,7 @@ def _is_plain(entry: Any) -> bool:
 
 
 def _below_common(entries: Sequence[Any]) -> list[Any]:
-    """Flat, and paths without the folder in which a node keeps its data."""
+    """Return the entries flat, with paths relative to their common folder, which may differ between nodes."""
     flat = [part for entry in entries for part in (entry if isinstance(entry, list | tuple) else (entry,))]
     texts = [os.fspath(part) if isinstance(part, os.PathLike) else part for part in flat]
     folders = {os.path.dirname(text) for text in texts if isinstance(text, str) and os.sep in text}
@@ -140,8 +138,8 @@ def _read_items(dataset: EpochDataset, places: list[int], *, is_exact: bool) -> 
 
     try:
         found = read()
-        return found if read() == found else None  # what draws from elsewhere says nothing
-    except Exception:  # of the user's code: the first step raises it where it can be told
+        return found if read() == found else None  # unseeded draws make the digest useless
+    except Exception:  # of the user's code; the first step raises and reports it
         return None
 
 
@@ -164,7 +162,7 @@ def _digest(value: Any, *, has_floats: bool = True, has_texts: bool = True) -> s
             for entry in value:
                 add(entry)
         elif value is None or isinstance(value, int):
-            digest.update(f"{value!r},".encode())  # else 1 and 11 were as 11 and 1
+            digest.update(f"{value!r},".encode())  # the comma tells 1, 11 from 11, 1
         else:
             digest.update(type(value).__name__.encode())
             if (has_floats and isinstance(value, float)) or (has_texts and isinstance(value, str)):

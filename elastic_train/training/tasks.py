@@ -43,7 +43,7 @@ class OptimizerDefaults(TypedDict):
     optimizer: str
     """`sgd` or `adamw`."""
     lr: float
-    """At the highest, for the default global batch of 64."""
+    """Peak, for the default global batch of 64."""
     momentum: float
     """For `sgd` only."""
     weight_decay: float
@@ -56,15 +56,15 @@ class Task:
 
     Only `build_model` and `train_dataset` must be written; the rest fits the classification of `(inputs, labels)`.
     The trainer makes one instance per worker. A constructor may take one argument, annotated with a dataclass: its
-    fields become flags of the command line, with their docstrings as help; all members must give the same, but for
-    values of type Path, which are each node's own. Every worker must come to the same data and the same model: take
-    random numbers from torch in `build_model`, which is called with torch seeded, and nowhere else.
+    fields become flags of the command line, with their docstrings as help. All members must give the same values,
+    except those of type Path, which are each node's own. Every worker must make the same data and the same model: draw
+    random numbers only in `build_model`, which is called with torch seeded.
     """
 
     name: str = "Task"
-    """Set to the class's name where it does not set its own."""
+    """The class's name, unless the class sets its own."""
     unused_flags: frozenset[str] = frozenset({"dataset", "model", "data_dir", "download"})
-    """fields of Config that it does not see"""
+    """fields of Config that the task does not use"""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -73,7 +73,7 @@ class Task:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """The task's name in messages."""
         return self.name
 
     def build_model(self) -> nn.Module:
@@ -84,8 +84,8 @@ class Task:
         """A map-style data set: `__len__` and `__getitem__`, the same on every worker. Called once.
 
         Its `__getitem__` may draw from torch, random and numpy: they are seeded by (seed, epoch, index) before each
-        call. A method `gather(indices: Tensor, epoch: int) -> batch`, if there is one, is used in its place; it may
-        draw as `collate` may. A method `set_epoch(epoch)` is called in each process before it reads an epoch.
+        call. A method `gather(indices: Tensor, epoch: int) -> batch`, if there is one, replaces it, and may draw as
+        `collate` may. A method `set_epoch(epoch)` is called in each process before that reads an epoch.
         """
         raise UsageError(f"{type(self).__name__} must define train_dataset()")
 
@@ -104,10 +104,10 @@ class Task:
         return self.test_dataset()
 
     collate = staticmethod(default_collate)
-    """`(samples: list) -> batch`: of some items of a data set; never called with none, nor for one with `gather`.
+    """`(samples: list) -> batch`, for at least one item; not called for a data set with `gather`.
 
-    May be overridden by a method, which may draw: from generators seeded by (seed, epoch, first index). Torch's own
-    function, so that a TensorDataset can be seen to need no collating.
+    A method may override it, and may draw from generators seeded by (seed, epoch, first index). The default is torch's
+    own function, by which a TensorDataset is known to need no collating.
     """
 
     def forward(self, model: nn.Module, inputs: Any) -> Tensor:
@@ -116,10 +116,10 @@ class Task:
         return outputs
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean over the batch's samples, a scalar to differentiate. The default is the cross-entropy.
+        """Return the mean over the batch's samples, a differentiable scalar. The default is the cross-entropy.
 
         Raises:
-            UsageError: the default, for outputs or labels that are no classes, as of a regression.
+            UsageError: the default, if outputs or labels are not of classes, as in a regression.
         """
         inputs, labels = batch
         outputs = self.forward(model, inputs)
@@ -133,11 +133,11 @@ class Task:
         return F.cross_entropy(outputs, labels)
 
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Sums over the batch's samples, scalars, with the same names for every batch. Called without gradients.
+        """Return sums over the batch's samples: scalars, with the same names for every batch. Called without gradients.
 
         The trainer adds them up, divides by the number of samples, and reports "correct" as the accuracy. The default
-        gives "loss" and "correct", or "loss" alone where a task has a loss of its own. The first batch and its halves
-        are tried first: what is no sum over samples, a mean perhaps, is warned of.
+        returns "loss" and "correct", or "loss" alone if the task has a loss of its own. The first batch and its halves
+        are tried first, and a value that is no sum over samples, such as a mean, causes a warning.
         """
         if type(self).loss is not Task.loss:
             return {"loss": self.loss(model, batch) * self.num_samples(batch)}
@@ -149,12 +149,12 @@ class Task:
         }
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
-        """What is reported of the test set, from the means over its samples of what `evaluate` gives: a perplexity,
-        R2, F1, which are no means of anything. The default is the means. "correct" is reported as the accuracy."""
+        """Return the numbers to report, from the means over the test set of what `evaluate` returns: a perplexity, R2
+        or F1, say, which are no means. The default returns the means. "correct" is reported as the accuracy."""
         return means
 
     def num_samples(self, batch: Any) -> int:
-        """The default is the length of the first tensor in the batch."""
+        """Return the number of samples in a batch. The default is the length of its first tensor."""
         for tensor in _tensors(batch):
             return len(tensor)
         raise TypeError(
@@ -162,7 +162,7 @@ class Task:
         )
 
     def to_device(self, batch: Any, device: torch.device) -> Any:
-        """The batch with its tensors on `device`; goes into tuples, lists, dicts and what has a `to`."""
+        """Return the batch with its tensors on `device`; handles tuples, lists, dicts and objects with a `to`."""
 
         def moved(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -172,7 +172,7 @@ class Task:
         return mapped(batch, moved)
 
     def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """What the optimizer is built from, always in the same order. The default is all that needs a gradient."""
+        """Return the optimizer's groups, always in the same order. The default is all that require a gradient."""
         return [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
@@ -186,13 +186,13 @@ class Task:
         return None
 
     def defaults(self, optimizer: str | None = None) -> OptimizerDefaults:
-        """For the flags that the user left out; `optimizer` is the one asked for, if any."""
+        """Return values for flags that the user left out; `optimizer` is the given one, if any."""
         if optimizer == "sgd":
             return _defaults("sgd", lr=0.01)
         return _defaults("adamw", lr=1e-3)
 
     def describe(self) -> dict[str, str | int | float]:
-        """What must agree between members, and with a snapshot, for them to train the same thing."""
+        """Return the facts that must be equal on all members, and in a snapshot that they continue."""
         test_set = self.test_set
         return {
             "task": self.name,
@@ -202,7 +202,7 @@ class Task:
 
 
 class ImageClassification(Task):
-    """A bundled data set with a model by name. `seed` is what augmentation is made from."""
+    """A bundled data set with a model by name. `seed` is for augmentation."""
 
     name = "image-classification"
     unused_flags = frozenset()
@@ -242,8 +242,8 @@ class ImageClassification(Task):
         return self.data.test
 
     def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """On the CPU in torch's fused form: its default takes several times as long for a small model. Not for any
-        model, for momentum in this form wants dense gradients, and each from the first step on."""
+        """Use torch's fused optimizer on the CPU: the default takes several times as long for a small model. Not for
+        users' models: with momentum the fused form needs dense gradients, and each of them from the first step on."""
         [group] = super().parameter_groups(model)
         is_on_cpu = all(parameter.device.type == "cpu" for parameter in group["params"])
         return [{**group, "fused": True} if is_on_cpu else group]
@@ -268,10 +268,10 @@ class ImageClassification(Task):
 
 
 def load_task(spec: str) -> type[Task]:
-    """The user's task class for `MODULE:NAME`; the current directory is searched too, as with `python -m`.
+    """Return the user's task class for `MODULE:NAME`; searches the current directory too, as `python -m` does.
 
-    What goes wrong inside the user's module is left as it is, with its traceback.
-    Raises: UsageError where there is no such module or name, or where it is no Task.
+    An error inside the user's module is raised unchanged, with its traceback.
+    Raises: UsageError: there is no such module or name, or the class is no Task.
     """
     module_name, _, class_name = spec.partition(":")
     if not class_name or not all(part.isidentifier() for part in module_name.split(".")):
@@ -282,7 +282,7 @@ def load_task(spec: str) -> type[Task]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as exc:
-        # Only where it is the named module, or a package above it: not one that the user's code imports.
+        # Only for the named module or a package above it, not for a module that the user's code imports.
         if exc.name is None or not f"{module_name}.".startswith(f"{exc.name}."):
             raise
         hint = f"; a module is meant, not a file: {_as_module(spec)}" if module_name.endswith(".py") else ""
@@ -302,23 +302,23 @@ def load_task(spec: str) -> type[Task]:
 
 
 def _as_module(spec: str) -> str:
-    """What was meant by `tasks/mine.py:Mine`, or by something else than a module and a name."""
+    """Return the probable MODULE:NAME for a wrong spec such as `tasks/mine.py:Mine`."""
     file, is_file, name = spec.partition(".py")
     return f"{file.strip('./').replace('/', '.') if is_file else 'mytask'}:{name.strip(':') or 'MyTask'}"
 
 
 def flags_class(task_class: type[Task]) -> type | None:
-    """The dataclass that a task's constructor takes, whose fields are flags; None where it takes nothing.
+    """Return the dataclass that a task's constructor takes, whose fields are flags; None if it takes nothing.
 
     Raises:
-        UsageError: it takes something that no flag can give.
+        UsageError: the constructor takes something that no flag can give.
     """
     wanted = _constructor_arguments(task_class)
     return next(iter(wanted.values()), None)
 
 
 def make_own_task(task_class: type[Task], own_flags: Any) -> Task:
-    """The user's task with the values of its flags. Raises: as `flags_class`; whatever its constructor raises."""
+    """Make the user's task with the values of its flags. Raises: as `flags_class`, and as the task's constructor."""
     return task_class(**dict.fromkeys(_constructor_arguments(task_class), own_flags))
 
 
@@ -364,7 +364,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def mapped(batch: Any, function: Callable[[Any], Any]) -> Any:
-    """The batch with `function` of everything in it that is no dict, tuple or list."""
+    """Return the batch with `function` applied to every element that is no dict, tuple or list."""
     if isinstance(batch, dict):
         return {key: mapped(value, function) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
