@@ -1,11 +1,11 @@
 """`--metrics-port`: what a run is doing, for Prometheus to scrape, from the first worker of every node.
 
-Each node tells of the whole run: step, loss, members, incidents and goodput are the same on all of them, so any one is
-enough, and none of them has to move when rank 0 does. A spare, which has no state, tells of the world alone. Only the
-snapshots are told by who wrote them, and `may_be_taken` by each node of itself. Several nodes of one host share the
-port: one of them has it, and another takes over with the next world.
+Each node reports the whole run: step, loss, members, incidents and goodput are the same on all nodes. So one node is
+enough to scrape, and no target changes when rank 0 does. A spare, which has no state, reports the world alone. Only
+snapshots are reported by their writer, and `may_be_taken` by each node for itself. Nodes of a host share the port: one
+of them has it, and another takes over with the next world.
 
-The training thread leaves its numbers here, at most once a second; a thread of its own answers.
+The training thread stores its numbers here, at most once a second; a separate thread answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 UPDATE_SECONDS = 1.0
 CAUSES = ("peer_lost", "leave", "join", "restart")
-"""of incidents; told from the start, so that the first of each is seen as an increase"""
+"""of incidents; exported as 0 from the start, so that the first of each is seen as an increase"""
 
 
 Family = tuple[str, str, str, Mapping[str, float]]
@@ -37,18 +37,18 @@ Family = tuple[str, str, str, Mapping[str, float]]
 
 
 def _one(name: str, what: str, value: float | None) -> Family:
-    """With no value where there is none yet."""
+    """Return a family with one value, or without a value if it is None."""
     return name, what, "", {} if value is None else {"": value}
 
 
 class Metrics:
-    """The endpoint of one worker. Its methods are for the training thread, and block for nothing.
+    """The endpoint of one worker. Its methods are for the training thread, and do not block.
 
     Args:
-        run: names the run, as a label.
-        max_nodes: how many nodes the job is to have.
-        log: tells what a person may want to know.
-        warn: tells what is not as it should be.
+        run: name of the run, as a label.
+        max_nodes: the job's number of nodes, by --nnodes.
+        log: prints a message.
+        warn: reports a problem.
         is_noticed: whether this node has a standing notice that it may be taken away.
 
     Raises:
@@ -70,9 +70,9 @@ class Metrics:
         self._run, self._max_nodes = run, max_nodes
         self._log, self._warn, self._is_noticed = log, warn, is_noticed
         self._of_run: tuple[Family, ...] = ()
-        """replaced as a whole, so that no lock is needed, as the next one"""
+        """replaced as a whole, so that it needs no lock; so is `_of_snapshot`"""
         self._of_snapshot: tuple[Family, ...] = ()
-        """of the newest that this worker has written"""
+        """of the newest snapshot that this worker has written"""
         self._committed_at: float | None = None
         """Unix seconds; None before the first step of this process"""
         self._rate = Rate()
@@ -113,7 +113,7 @@ class Metrics:
     # --- what the training thread tells -------------------------------------------------------------------------------
 
     def enter(self, world: World, state: TrainState) -> None:
-        """A world stands, and `state` is everybody's; a spare's is not looked at."""
+        """Enter a world that stands and whose members all hold `state`; a spare's is ignored."""
         self._started_at = self._started_at or time.time()
         self._world = world
         self._rate.restart()
@@ -127,13 +127,13 @@ class Metrics:
             )
 
     def step(self, state: TrainState, loss: float | None, samples: int) -> None:
-        """A step of so many samples was committed."""
+        """Record a committed step of `samples` samples."""
         self._rate.add(samples)
         if time.monotonic() - self._updated_at >= UPDATE_SECONDS or state.is_finished:
             self._update(state, loss, committed_at=time.time())
 
     def snapshot(self, *, step: int, num_bytes: int, stall_seconds: float, total_seconds: float) -> None:
-        """This worker has written one just now."""
+        """Record a snapshot that this worker has just written."""
         self._of_snapshot = (
             _one("snapshot_time_seconds", "Unix time of the newest snapshot", time.time()),
             _one("snapshot_step", "of the newest snapshot", step),
@@ -147,7 +147,7 @@ class Metrics:
         if world is None:
             return
         if self._server is None:  # a process that was killed keeps its port for a moment
-            with suppress(UsageError):  # the address was good at the start; it is no reason to end the training
+            with suppress(UsageError):  # the address was good at the start; a later failure must not end training
                 self._serve()
         now = self._updated_at = time.monotonic()
         self._rate.update(now)

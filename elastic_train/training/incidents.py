@@ -7,7 +7,7 @@ from typing import Any
 
 
 class IncidentsText:
-    """Writes down each incident once. What is in the list does not change any more; it only grows, or is another."""
+    """The text of a list of incidents; encodes each once, because the list only grows or is replaced as a whole."""
 
     def __init__(self) -> None:
         self._known: list[dict[str, Any]] = []
@@ -15,7 +15,7 @@ class IncidentsText:
         self._text = "[]"
 
     def of(self, incidents: list[dict[str, Any]]) -> str:
-        """JSON, for `incidents_of`."""
+        """Return the incidents as JSON, for `incidents_of`."""
         if incidents is not self._known or len(incidents) < len(self._lines):
             self._known, self._lines, self._text = incidents, [], "[]"
         if len(incidents) > len(self._lines):
@@ -25,5 +25,5 @@ class IncidentsText:
 
 
 def incidents_of(saved: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of a state; those of earlier versions have a list."""
+    """Return the incidents of a saved state; earlier versions have saved a list."""
     return json.loads(saved) if isinstance(saved, str) else list(saved)

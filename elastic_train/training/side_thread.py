@@ -1,4 +1,4 @@
-"""A thread beside the one that trains, which is waited for later."""
+"""A thread beside the training thread, which waits for it later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CHECK_SECONDS = 0.05
 
 
 class SideThread:
-    """Starts `task` at once. Its error is raised where it is waited for."""
+    """A thread that starts `task` at once. `finish` raises the task's error."""
 
     def __init__(self, task: Callable[[], None], name: str, *, is_daemon: bool = True) -> None:
         self._task: Callable[[], None] | None = task
@@ -27,7 +27,7 @@ class SideThread:
         self._thread.join()
 
     def _run(self) -> None:
-        # What the task holds, a process group perhaps, must go with the last reference, and not with a collection.
+        # The task's objects, perhaps a process group, must be freed by the last reference, not by garbage collection.
         task, self._task = self._task, None
         assert task is not None, "it runs once"
         try:
