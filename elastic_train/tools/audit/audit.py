@@ -1,8 +1,8 @@
 """`elastic-train audit RUN_DIR`: were the promises kept? One check per promise of the contract.
 
 A check is a pure function over a run's history, in the `*_checks.py` of its theme. It returns what it looked at and
-what is wrong, in words with numbers, so that a person can go and look. One that has nothing to look at raises Skip:
-nothing is passed off as true.
+what is wrong, in words with numbers, so that a person can look it up. A check that has nothing to look at raises Skip,
+so that it does not count as passed.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class CheckOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """What one check came to."""
+    """The outcome of one check."""
 
     name: str
     promise: str
     verdict: CheckOutcome
     detail: str
-    """what was looked at, or why nothing could be"""
+    """what was looked at, or why the check was skipped"""
     findings: tuple[str, ...] = ()
-    """what is wrong; empty unless it failed"""
+    """what is wrong; empty unless the check failed"""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Audit:
 
     checks: tuple[Check, ...]
     is_of_a_live_run: bool = False
-    """its end is still to come"""
+    """whether the run has yet to end"""
     elsewhere: tuple[str, ...] = ()
-    """workers of the run of whom there is no file: they may have written into another directory; of a drill's check_end
-    says it"""
+    """workers without a file here: they may have written into another directory. Empty for a drill, where check_end
+    reports them"""
     unseen: tuple[str, ...] = ()
-    """what was not there to be checked, and how much of it"""
+    """what was missing and could not be checked, with counts"""
 
     @property
     def passed(self) -> bool:
@@ -83,7 +83,7 @@ class Audit:
 
     @property
     def verdict(self) -> str:
-        """In one word."""
+        """PASS or FAIL."""
         return "PASS" if self.passed else "FAIL"
 
     @property
@@ -114,7 +114,7 @@ def audit(run_dir: Path) -> Audit:
 
 
 def audit_history(history: History) -> Audit:
-    """Every check that there is; none of two branches in one."""
+    """Run every check; only report the branches if the run directory mixes two of them."""
     mixed = mixed_branches(history)
     if mixed is not None:
         promise = "one line of training"
@@ -165,7 +165,7 @@ def describe(found: Audit, history: History) -> list[str]:
 
 
 def conclude(found: Audit) -> list[str]:
-    """What comes below them: PASS, or FAIL with the reasons, and how much could not be checked."""
+    """Lines below the checks: how much could not be checked, and PASS, or FAIL with the reasons."""
     lines = []
     num_skipped = sum(check.verdict is CheckOutcome.SKIPPED for check in found.checks)
     if num_skipped:

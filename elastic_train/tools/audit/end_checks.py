@@ -1,4 +1,4 @@
-"""Checks of what a run came to: its end, its time, its weights."""
+"""Checks of a run's results: its end, its wall time, its weights."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
     import torch
 
 PHASE_TOLERANCE = 0.05
-"""seconds: what rounding may take"""
+"""seconds, for rounding"""
 RATIO_TOLERANCE = 1e-6
-"""relative: numbers of one moment, of which the one is worked out from the other"""
+"""relative: both numbers are of one moment, and one is computed from the other"""
 LOSS_TOLERANCE = 0.1
-"""relative: how far the mean loss of a `fast` run may be from the undisturbed one's; that of a single step tells how
-easy its samples were"""
+"""relative: how far the mean loss of a `fast` run may be from the undisturbed run's. The loss of a single step depends
+too much on its samples"""
 BATCHNORM_TOLERANCE = 0.5
-"""the same for a model with BatchNorm, whose statistics are of each rank's samples: 16 where there were 64, which shows
-in every loss. A state that was lost shows all the same"""
+"""the same for a model with BatchNorm: its statistics are of each rank's samples (16 instead of 64), and so every loss
+differs. A lost state still exceeds it"""
 ACCURACY_TOLERANCE = 0.05
-"""absolute: how far its test accuracy may be from the undisturbed one's"""
+"""absolute: how far the test accuracy may be from the undisturbed run's"""
 ENDING_SECONDS = 60.0
-"""from the last step to the end of every node, beside evaluation and snapshots; seconds, where the machine is idle"""
+"""seconds from the last step to the end of every node, besides evaluation and snapshots, on an idle machine"""
 SILENT_STEPS = 20
-"""median steps in which a worker on another machine may write nothing, if they take longer than HEARD_SECONDS"""
+"""for how many median steps a worker on another machine may write nothing, if that is longer than HEARD_SECONDS"""
 
 
 def check_end(history: History) -> Found:
-    """The job reached its end: result.json is there, and the members of the last world say `finished`."""
+    """The job reached its end: result.json is there, and the members of the last world reported `finished`."""
     findings = []
     if history.drill is not None and history.drill.settings.get("interrupted") is True:
         findings.append("the drill was interrupted, so that its job was ended and the faults to come were not injected")
-    if history.drill is not None:  # whose nodes have one run directory
+    if history.drill is not None:  # its nodes share one run directory
         findings += [f"of {name}, a member of a world, there is no file in events/" for name in history.elsewhere]
     if not history.is_finished:
         return f"step {history.last_step}", [*findings, _why_not_finished(history)]
@@ -61,7 +61,7 @@ def check_end(history: History) -> Found:
 
 
 def _why_not_finished(history: History) -> str:
-    """Raises Skip where that is no fault: the run goes on, or was told to stop."""
+    """Describe why the run has no end. Raises: Skip: the run goes on, or was asked to stop."""
     nobody = f"nobody finished; the newest committed step is {history.last_step}"
     if history.drill is not None:
         return nobody
@@ -77,8 +77,8 @@ def _why_not_finished(history: History) -> str:
 
 
 def is_live(history: History) -> bool:
-    """Whether its end is still to come. Of workers on other machines nobody here can tell: they may be in a step, or
-    wait for others; after longer than that they are dead."""
+    """Return whether the run has yet to end. Silent workers on other machines may be within a step or wait for others;
+    after the limit below they count as dead."""
     if history.is_finished or not history.lives:
         return False
     status = history.status
@@ -90,7 +90,7 @@ def is_live(history: History) -> bool:
 
 
 def _wrong_ends(history: History, drill: DrillRecord) -> Iterable[str]:
-    """Of the nodes of the last world: how their torchruns ended, and when."""
+    """Yield what is wrong with the ends of the last world's nodes: exit codes and times of their torchruns."""
     ends = {line["node"]: line for line in drill.nodes if line["what"] == "ended"}
     phases = dict((history.result or {}).get("goodput") or {})
     limit = ENDING_SECONDS + sum(float(phases.get(name) or 0.0) for name in ("evaluate", "snapshot"))
@@ -153,7 +153,7 @@ def _is_ordered(result: Line) -> bool:
 
 
 def _differences(history: History, result: Line, reference: Line, tolerance: float) -> Iterable[str]:
-    """`tolerance` is that of losses in fast mode, relative."""
+    """Yield how a result differs from the undisturbed one. `tolerance` is relative, for the losses of fast mode."""
     if result.get("step") != reference.get("step"):
         yield f"step {result.get('step')}, undisturbed {reference.get('step')}"
         return
@@ -168,7 +168,7 @@ def _differences(history: History, result: Line, reference: Line, tolerance: flo
         return
     if not math.isclose(loss, undisturbed, rel_tol=tolerance):
         yield f"the mean loss of the first half of the steps is {loss:.4f}, undisturbed {undisturbed:.4f}"
-    # What is easily learned has next to no loss left, of which a ratio would tell chance.
+    # An easy task has hardly any loss left by then, and the ratio of two such losses is chance.
     if _are_apart(history.late_loss, reference.get("late_loss"), tolerance, tolerance * abs(undisturbed)):
         late = f"{history.late_loss:.4f}, undisturbed {reference['late_loss']:.4f}"
         yield f"the mean loss of the second half of the steps is {late}"
@@ -177,7 +177,7 @@ def _differences(history: History, result: Line, reference: Line, tolerance: flo
 
 
 def _are_apart(one: float | None, other: float | None, relative: float, absolute: float) -> bool:
-    """False where one of them is not known."""
+    """Return whether two numbers differ by more than the tolerances; False if one is unknown."""
     return one is not None and other is not None and not math.isclose(one, other, rel_tol=relative, abs_tol=absolute)
 
 
@@ -189,12 +189,12 @@ def _final_weights(history: History, step: int) -> Mapping[str, torch.Tensor] | 
             try:
                 return dict(load_state(info)["model"])
             except SnapshotError:
-                continue  # check_snapshots says so
+                continue  # check_snapshots reports it
     return None
 
 
 def check_phases(history: History) -> Found:
-    """The phases sum to the wall, and the wall covers everything that the events saw."""
+    """The phases sum to the wall, and the wall matches the span of the events."""
     result = history.final_result
     if result is None:
         raise Skip(_no_result_yet(history))
@@ -222,10 +222,10 @@ def check_phases(history: History) -> Found:
         ended: dict[Clock, float] = {}
         for life in history.lives:
             ended |= {clock: max(end, ended.get(clock, end)) for clock, (_, end) in life.spans.items()}
-        # A process is as old as its imports take when it writes its first event.
-        # The clocks' spans are added up, for machines that began together overlap by nobody knows how much.
+        # The startup is added: a process has imported torch before it writes its first event.
+        # The spans of all clocks are added up: how far those of two machines overlap is unknown.
         longest = sum(ended[clock] - since for clock, since in began.items()) + seconds.get("startup", 0.0)
-        is_set = len({host for host, _ in ended}) < len(ended)  # what lies between two clocks of a host is not seen
+        is_set = len({host for host, _ in ended}) < len(ended)  # no span covers the time between two clocks of a host
         is_seen = span > -math.inf and not history.begins_after and not is_set
         if is_seen and wall > longest + WALL_TOLERANCE:
             findings.append(f"the wall is {wall:.1f} s, but the startup and all events together span {longest:.1f} s")
@@ -233,8 +233,8 @@ def check_phases(history: History) -> Found:
 
 
 def _begun(history: History) -> dict[Clock, float]:
-    """Clock -> the first event by it of a worker that began from scratch. An attempt before it, which saved nothing, is
-    no part of what the state can tell; lost_time.py counts it."""
+    """Map each clock to the first event of a worker that began from scratch. An earlier attempt that saved nothing is
+    not in the state's times; lost_time.py counts it."""
     scratch = [line for line in history.of("restore") if line["source"] == "scratch"]
     newest = max((int(line["generation"]) for line in scratch), default=None)
     writers = {line["writer"] for line in scratch if line["generation"] == newest}

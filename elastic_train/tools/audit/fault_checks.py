@@ -1,4 +1,4 @@
-"""Checks of what was done to a run, and of how it recovered."""
+"""Checks of the faults that were injected into a run, and of how it recovered."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from elastic_train.tools.audit.record import UNKNOWN
 from elastic_train.wording import count
 
 JOIN_LIMIT_SECONDS = 300.0
-"""a newcomer's Python with torch, on a machine that may be busy with anything"""
+"""how long a newcomer may take to import torch and to join, on a busy machine"""
 RESTART_LIMIT_SECONDS = 600.0
 
 
 def check_incidents(history: History) -> Found:
-    """The job recovered from every incident within its limit, and lost no committed step without need."""
+    """The job recovered from every incident within its limit, and lost committed steps only by a permitted restart."""
     result = history.result or {}
     incidents = [entry for entry in result.get("incidents") or [] if isinstance(entry, dict)]
     faults = [fault for fault in history.drill.faults if fault.injected_at is not None] if history.drill else []
@@ -67,8 +67,8 @@ def check_incidents(history: History) -> Found:
 
 
 def _untold(history: History) -> Iterator[str]:
-    """Worlds that trained in place of others of which result.json tells otherwise than the events, since the run was
-    restored last: its incidents are of the state. Those of versions before have no generation."""
+    """Yield where result.json and the events disagree about worlds that re-formed in place. Only worlds since the last
+    restore count: incidents are part of the state. Incidents of older versions have no generation."""
     result = history.final_result
     entries = [] if result is None else [dict(entry) for entry in result.get("incidents") or ()]
     if result is None or any("generation" not in entry for entry in entries):
@@ -76,7 +76,7 @@ def _untold(history: History) -> Iterator[str]:
     worlds = list(itertools.takewhile(lambda world: not world.is_restored, reversed(history.worlds)))
     by_generation = {int(entry["generation"]): entry for entry in entries}
     for world in reversed(worlds):
-        if world.generation not in history.steps_of:  # broken at once, it is told of in the next one's
+        if world.generation not in history.steps_of:  # broke before its first step: the next incident covers it
             continue
         what = f"{world.cause} before generation {world.generation}"
         if (entry := by_generation.get(world.generation)) is None:
@@ -86,7 +86,7 @@ def _untold(history: History) -> Iterator[str]:
 
 
 def _may_lose(history: History, time: float) -> bool:
-    """Whether a restart at a time may have cost steps: in a drill only the first world after everything was killed."""
+    """Return whether a restart at `time` may have lost steps: in a drill only the first one after a kill of all."""
     if history.drill is None:
         return True
     before = max((world.time for world in history.worlds if world.time < time), default=0.0)
@@ -94,14 +94,14 @@ def _may_lose(history: History, time: float) -> bool:
 
 
 def _limit_of(outage: Outage, world: PastWorld | None, limits: dict[str, float]) -> float:
-    """A newcomer starts before the others stop, unless they cannot go on without it (--min-nodes)."""
+    """The limit of an outage, seconds. A newcomer's start counts only where members have to wait (--min-nodes)."""
     limit = limits["leave"] if outage.cause == "join" else limits.get(outage.cause, math.inf)
     is_awaited = world is not None and world.joined and world.lost | world.left
     return max(limit, JOIN_LIMIT_SECONDS) if is_awaited else limit
 
 
 def _limits(history: History) -> dict[str, float]:
-    """Seconds by cause. How long a run stays down outside of a drill is its user's affair."""
+    """Seconds by cause. Outside of a drill a restart has no limit: the user decides how long the run stays down."""
     peer_timeout = float(history.config.get("peer_timeout") or 10.0)
     limits = {"peer_lost": 3 * peer_timeout + 30, "leave": 30.0, "join": JOIN_LIMIT_SECONDS}
     if history.drill is not None:
@@ -111,11 +111,11 @@ def _limits(history: History) -> dict[str, float]:
 
 
 def _standstill(history: History) -> float:
-    """The longest that the job was without a step by itself, seconds: from its start to its first step, as where it
-    compiles; by the word of its events, evaluating or saving; or from a step to the next one of the same world.
+    """The longest time without a step that no fault caused, seconds: from the start to the first step (which may
+    compile), in an evaluation or a snapshot, or between two steps of a world.
 
-    What a job does by itself comes again: of each kind the longest does not count, for it may be a hang. An evaluation
-    or a snapshot that is the only one does: events say what it was.
+    First steps count in full. The other kinds recur, and the longest of each may be a hang: it does not count. A single
+    evaluation or snapshot does count, since an event confirms it.
     """
     own, within, evaluating = [0.0], [0.0, 0.0], list[float]()
     evaluated = {(line["generation"], line["step"]) for line in history.of("evaluation")}

@@ -1,15 +1,15 @@
-"""What a check says: what it looked at, and what is wrong."""
+"""What a check returns: what it looked at, and what is wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 WALL_TOLERANCE = 2.0
-"""seconds: the moment between result.json and the last event, and a clock that is corrected by little"""
+"""seconds, for the time between result.json and the last event, and for small corrections of a clock"""
 
 
 class Skip(Exception):
-    """A check has nothing to look at; the message says what is missing."""
+    """A check has nothing to look at; the message names what is missing."""
 
 
 Found = tuple[str, Iterable[str]]

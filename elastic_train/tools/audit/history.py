@@ -1,6 +1,6 @@
 """A run's whole history, read from its directory: the values that the audit and the page are made from.
 
-Unlike status.py, which looks at the ends of the files to answer at once, this reads all of them.
+It reads all files in full; status.py reads only their ends, to answer at once.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from elastic_train.tools.audit.unwritten import Unwritten
 
 @dataclass(frozen=True)
 class PastWorld:
-    """One generation, by the word of its members."""
+    """One generation, as its members recorded it."""
 
     generation: int
     memberships: tuple[tuple[str, ...], ...]
-    """the different lists of members that were written down for it, by rank; more than one is a broken promise"""
+    """the different lists of members recorded for it, by rank; more than one is a broken promise"""
     cause: str
     """`start`, `peer_lost`, `join`, `leave` or `states_differ`; `start` for every world of new processes"""
     time: float
-    """when the last member said that it stands"""
+    """when the last member recorded that it stands"""
     stood: Mapping[Clock, float]
     """the same by each clock"""
     steps: tuple[int, ...]
-    """the different numbers of committed steps with which it began; as with its memberships"""
+    """the different numbers of committed steps with which it began; more than one is a broken promise"""
     lost: frozenset[str]
     left: frozenset[str]
     joined: frozenset[str]
-    """admitted by those that were there"""
+    """newcomers that the members of the world before admitted"""
     seconds: Mapping[str, float]
-    """by phase, from the lowest rank that wrote"""
+    """by phase, as the lowest rank wrote them"""
     restores: Mapping[str, tuple[str, int]]
-    """writer -> (source, restored step), for those that had no state"""
+    """writer -> (source, restored step), for members that had no state"""
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -61,27 +61,27 @@ class PastWorld:
 
     @property
     def is_restored(self) -> bool:
-        """Whether its state may have come from no member of the world before."""
+        """Whether its state may have come from elsewhere than a member of the world before."""
         return self.cause == "start" or any(source != "peer" for source, _ in self.restores.values())
 
     @property
     def restored_from(self) -> str | None:
-        """Where the state came from in a world whose members had none: new processes, or members whose states differed.
-        None for a world that re-formed in place."""
+        """Where the state came from if no member had one: they are new processes, or their states differed. None for a
+        world that re-formed in place."""
         is_without = self.cause in ("start", "states_differ")
         return next(iter(self.restores.values()))[0] if is_without and self.restores else None
 
 
 @dataclass(frozen=True)
 class History:
-    """Everything that a run directory tells."""
+    """Everything in a run directory, as values."""
 
     run_dir: Path
     lives: tuple[Life, ...]
     """what each process wrote; times are by its machine's clock"""
     ledger: tuple[LedgerLine, ...]
     torn: tuple[str, ...] = ()
-    """lines that are no JSON object: `file: what`; without those that a kill cut off at the end of their file"""
+    """lines that are no JSON object, as `file: what`; without those that a kill cut off at the end of a file"""
     result: Line | None = None
     drill: DrillRecord | None = None
     names: tuple[str, ...] = field(default=(), repr=False)
@@ -89,16 +89,16 @@ class History:
 
     @cached_property
     def status(self) -> Status:
-        """Where it stands, by the ends of its files. Raises: RunDirectoryError."""
+        """The status of the run, by the ends of its files. Raises: RunDirectoryError."""
         return read_status(self.run_dir, time.time())
 
     @cached_property
     def events(self) -> list[Line]:
-        """All but the steps, by time."""
+        """All events but the steps, by time."""
         return sorted((line for life in self.lives for line in life.lines), key=lambda line: float(line["time"]))
 
     def of(self, event: str) -> list[Line]:
-        """Those of one kind, by time; for steps see `steps`."""
+        """The events of one kind, by time; for steps see `steps`."""
         return self._by_event.get(event, [])
 
     @cached_property
@@ -110,8 +110,8 @@ class History:
 
     @cached_property
     def starts(self) -> list[Line]:
-        """The `start` events of who came to train, by the newest generation of each; those of all where nobody did. Who
-        was refused may have had other flags and other data."""
+        """The `start` events of workers that were in a world, by the newest generation of each; of all workers if none
+        was. A worker that was refused may have had other flags and other data."""
         newest = {member: world.generation for world in self.worlds for member in world.members}
         found = [line for line in self.of("start") if line["writer"] in newest] or self.of("start")
         return sorted(found, key=lambda line: newest.get(line["writer"], 0))
@@ -123,7 +123,7 @@ class History:
 
     @cached_property
     def length(self) -> int | None:
-        """Samples of an epoch."""
+        """Samples per epoch."""
         return next((int(s["task"]["train_length"]) for s in self.starts if "train_length" in s.get("task", {})), None)
 
     @cached_property
@@ -133,25 +133,25 @@ class History:
 
     @property
     def snapshot_folder(self) -> Path:
-        """Where they are; one that is not there, for a URL: an audit reads files, and asks no store."""
+        """The folder of the snapshots. For a URL, a folder that does not exist: an audit reads no object store."""
         return folder_by(self.config, self.run_dir)
 
     @property
     def in_bucket(self) -> str:
-        """Where the snapshots are that are not looked at here, as the end of a sentence; empty where they are."""
+        """The end of a sentence about snapshots in an object store, which are not read here; else empty."""
         place, key = self.config.get("snapshot_dir"), self.config.get("snapshot_key")
         by_key = f" --snapshot-key {key}" if key else ""
         return f"; those of {place}: elastic-train snapshot verify {place}{by_key}" if is_url(place) else ""
 
     @cached_property
     def written(self) -> list[Step]:
-        """Every step that somebody wrote down, by time."""
+        """Every step that a worker wrote down, by time."""
         return sorted((step for life in self.lives for step in life.steps), key=attrgetter("time"))
 
     @cached_property
     def steps(self) -> list[Step]:
-        """Those that count, by time: without those of a member that was expelled while it committed, where a member
-        of the next generation has written the same step."""
+        """The steps that count, by time. The step of a member that was expelled while it committed does not count if a
+        member of the next world wrote the same step. Nor does a `_voided` step."""
         found = self.written
         by_step = sorted(sorted(found, key=attrgetter("step")), key=attrgetter("generation"))
         twice = {
@@ -174,7 +174,7 @@ class History:
         ]
 
     def _voided(self, found: Sequence[Step]) -> set[tuple[int, int, str]]:
-        """(generation, step, writer) of the steps that a member took back when it was left out, and others wrote."""
+        """(generation, step, writer) of steps that a left-out member took back and that another member wrote."""
         lines = [(void, line["writer"]) for line in self.of("warning") for void in line.get("void", ())]
         return {
             (int(void["generation"]), int(void["step"]), member)
@@ -187,7 +187,7 @@ class History:
 
     @cached_property
     def steps_of(self) -> dict[int, list[Step]]:
-        """Generation -> its steps, by time; without those that committed none."""
+        """Generation -> its steps, by time; without generations that committed none."""
         found: dict[int, list[Step]] = {}
         for step in self.steps:
             found.setdefault(step.generation, []).append(step)
@@ -195,8 +195,8 @@ class History:
 
     @cached_property
     def kept(self) -> list[Step]:
-        """One per committed step, in order: where it was written twice, that of the largest generation. A step that a
-        later world began without is undone, until it is done again."""
+        """One entry per committed step, in order: of several, that of the largest generation. A step that a later world
+        began without is undone, until it is committed again."""
         lasting: dict[int, float] = {}
         fewest = math.inf
         for world in reversed(self.worlds):
@@ -208,7 +208,7 @@ class History:
 
     @cached_property
     def last_step(self) -> int:
-        """The newest committed step, be it written or not."""
+        """The newest committed step, even if its line could not be written."""
         unwritten = self.unwritten.newest("step", self.worlds[-1].generation) if self.worlds else None
         return max(unwritten or 0, self.kept[-1].step if self.kept else 0)
 
@@ -218,14 +218,14 @@ class History:
 
     @cached_property
     def begins_after(self) -> int:
-        """Committed steps of which nothing is here: new machines, with empty disks, went on from a snapshot, or came to
-        others that are gone with theirs. 0 where the run began here, and in a drill."""
+        """The number of first steps that have no files here: machines with empty disks resumed from a snapshot, or
+        joined members whose disks are gone. 0 if the run began here, and in a drill."""
         began = self.worlds[0].step if self.worlds and self.drill is None else 0
         return 0 if any(step.step <= began for step in self.steps) else began
 
     @property
     def of_before(self) -> str:
-        """As the end of a sentence."""
+        """The end of a sentence about those steps; empty if there are none."""
         step = self.begins_after
         return f"; it began here after step {step}: what came before is not here" if step else ""
 
@@ -236,12 +236,12 @@ class History:
 
     @cached_property
     def late_loss(self) -> float | None:
-        """The mean loss of the other half; None without any."""
+        """The mean loss of the second half; None without any."""
         return _mean_loss(self.kept[(len(self.kept) + 1) // 2 :])
 
     @cached_property
     def worlds(self) -> list[PastWorld]:
-        """By generation."""
+        """The worlds, by generation."""
         found: dict[int, list[Line]] = {}
         for line in self.of("world"):
             found.setdefault(int(line["generation"]), []).append(line)
@@ -253,13 +253,13 @@ class History:
 
     @cached_property
     def elsewhere(self) -> tuple[str, ...]:
-        """Members of its worlds of whom there is no file: they may have run directories of their own."""
+        """Members of its worlds without a file here: they may have run directories of their own."""
         here = {life.member for life in self.lives}
         return tuple(dict.fromkeys(member for world in self.worlds for member in world.members if member not in here))
 
     @cached_property
     def without_ledger(self) -> frozenset[int]:
-        """Generations of which a member was started without --ledger."""
+        """Generations with a member that was started without --ledger."""
         return frozenset(
             int(line["generation"])
             for life in self.lives
@@ -270,7 +270,7 @@ class History:
 
     @cached_property
     def outcomes(self) -> dict[str, str]:
-        """How the members of the newest world ended; without those that said nothing."""
+        """How the members of the newest world ended; without members that recorded no end."""
         if not self.worlds:
             return {}
         newest = self.worlds[-1]
@@ -287,12 +287,12 @@ class History:
 
     @property
     def why_no_result(self) -> str:
-        """Of a run without one, in words."""
+        """Why the run has no result, in words."""
         return "result.json is damaged: no JSON" if "result.json" in self.names else "there is no result.json"
 
     @property
     def final_result(self) -> Line | None:
-        """result.json, unless it is of an end from which the run was continued."""
+        """result.json, unless the run was continued after the end that it describes."""
         return self.result if self.is_finished else None
 
 
@@ -320,7 +320,7 @@ def _world(generation: int, lines: list[Line], restores: Mapping[str, tuple[str,
 
 
 def require_run(run_dir: Path) -> None:
-    """Raises: RunDirectoryError: there is no run in it."""
+    """Check that a directory holds a run. Raises: RunDirectoryError: it holds none."""
     if not run_dir.is_dir():
         raise missing(run_dir)
     if not (run_dir / "events").is_dir():
@@ -335,7 +335,7 @@ def read_history(run_dir: Path) -> History:
     """
     try:
         require_run(run_dir)
-        # A job that trains may prune at the same time: what has gone meanwhile is left out by `walk`.
+        # A running job may prune at the same time: `walk` leaves out what is gone meanwhile.
         found = ((folder, name) for folder, *names in os.walk(run_dir) for name in itertools.chain(*names))
         names = tuple(sorted(os.path.relpath(os.path.join(folder, name), run_dir) for folder, name in found))
         torn: list[str] = []
@@ -366,7 +366,7 @@ def read_history(run_dir: Path) -> History:
 
 
 def mixed_branches(history: History) -> str | None:
-    """What two branches of one run have done beside each other, in one line; None where none has."""
+    """Describe in one line how two branches of one run trained beside each other; None if they did not."""
     worlds = sorted(history.of("world"), key=itemgetter("generation"))
     branches = {(line["writer"], int(line["generation"])): line.get("branch") for line in worlds}
     began: dict[str | None, Line] = {}
@@ -379,7 +379,7 @@ def mixed_branches(history: History) -> str | None:
     }
     for (before, (last, host)), (after, first) in itertools.product(newest.items(), began.items()):
         is_later = began[before]["generation"] <= first["generation"]
-        if before != after and is_later and last > int(first["step"]) + 1:  # the last one is provisional
+        if before != after and is_later and last > int(first["step"]) + 1:  # the last step is provisional
             there, other = newest.get(after, (first["step"], first["host"]))
             names = [f"{'branch ' + name if name else 'the main line'}" for name in (before, after)]
             return (

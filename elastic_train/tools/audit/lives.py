@@ -1,7 +1,6 @@
-"""What each process wrote into its files. A run has millions of steps: they, and the lines of the ledger, are values of
-few bytes.
+"""What each process wrote into its files. A run has millions of steps: steps and ledger lines are values of few bytes.
 
-A run directory may have others beside those of the run: of processes that had ended before --fresh began it anew on
+A run directory may also hold lines that are not the run's: of processes that had ended before --fresh began it anew on
 another node, or of a branch that was given up.
 """
 
@@ -17,24 +16,24 @@ from dataclasses import dataclass, field
 from elastic_train.runlog.reader import Line, float_of
 
 SET_SECONDS = 1.0
-"""by which a clock is off its host's other one when it was set; less is a moment between two looks at them"""
+"""a clock was set if it jumps by more against `monotonic`; less is the time between reading the two"""
 
 Clock = tuple[str, int]
-"""a host, and a number for each time that its clock was set, or that the machine began anew"""
+"""a host, and a number that grows whenever its clock was set or the machine rebooted"""
 
 
 class Clocks:
-    """By which clock a time is. Only those of one are compared: two hosts' may be apart, and one that was set in the
-    middle of a run is another from then on. The seconds of `monotonic`, which nobody can set, tell that."""
+    """The clocks of a run. Only times of the same clock are compared: those of two hosts may differ, and a clock that
+    was set during a run is another one afterwards. `monotonic`, which cannot be set, reveals that."""
 
     def __init__(self, *, is_one: bool) -> None:
-        """`is_one`: whether all hosts have the same, as the nodes of a drill."""
+        """`is_one`: whether all hosts share one clock, as the nodes of a drill."""
         self._is_one = is_one
         self._known: dict[str, list[tuple[float, Clock]]] = defaultdict(list)
-        """host -> how far each of its clocks was ahead of `monotonic`; 0.0 in older versions, which wrote none"""
+        """host -> (seconds ahead of `monotonic`, clock); 0.0 seconds in older versions, which wrote no `monotonic`"""
 
     def of(self, member: str, line: Line) -> Clock:
-        """That of a line which a member wrote."""
+        """The clock of a line that a member wrote."""
         host = "" if self._is_one else host_of(member)
         monotonic, known = float_of(line, "monotonic"), self._known[host]
         ahead = 0.0 if monotonic is None else float(line["time"]) - monotonic
@@ -47,7 +46,7 @@ class Clocks:
 
 @dataclass(slots=True)
 class Step:
-    """A committed step as somebody wrote it down."""
+    """A committed step as a worker wrote it down."""
 
     step: int
     generation: int
@@ -57,7 +56,7 @@ class Step:
     time: float
     """of the commit, Unix seconds"""
     clock: Clock
-    """by which that is"""
+    """the clock of `time`"""
     world_size: int
     writer: str
 
@@ -75,7 +74,7 @@ class LedgerLine:
 
 
 def packed(line: Line, member: str) -> LedgerLine:
-    """Its indices in a ninth of the memory; where one is no index, as they stand."""
+    """Return the line with its indices in a ninth of the memory; as they are if one is no index."""
     indices: Sequence[int] = line["indices"]
     with contextlib.suppress(TypeError, OverflowError):
         indices = array("i", indices)
@@ -84,18 +83,18 @@ def packed(line: Line, member: str) -> LedgerLine:
 
 @dataclass
 class Life:
-    """One process. In containers several, one after the other, have the same name and so the same file."""
+    """One process. In containers, successive processes have the same name and so the same file."""
 
     member: str
     """NODE/LOCAL_RANK/PID"""
     lines: list[Line] = field(default_factory=list)
-    """its events but the steps; each has its `writer`, and the `clock` of its `time`"""
+    """its events but the steps, each with its `writer` and the `clock` of its `time`"""
     steps: list[Step] = field(default_factory=list)
     spans: dict[Clock, tuple[float, float]] = field(default_factory=dict)
-    """clock -> the earliest and the latest time that it wrote by it, Unix seconds"""
+    """clock -> the earliest and the latest time of its events by that clock, Unix seconds"""
 
     def add(self, line: Line, clock: Clock) -> None:
-        """The next event of its file."""
+        """Add the next event of its file."""
         time = float(line["time"])
         first, last = self.spans.get(clock, (time, time))
         self.spans[clock] = (min(first, time), max(last, time))
@@ -144,7 +143,7 @@ def lives_of(member: str, lines: Iterable[Line], clocks: Clocks) -> list[Life]:
 
 
 def of_one_run(lives: Sequence[Life], ledger: Sequence[LedgerLine]) -> tuple[list[Life], list[LedgerLine]]:
-    """The events of each process, and the ledger, without lines that are not the run's."""
+    """Return the processes and the ledger without lines that are not the run's."""
     own = _of_fresh_run(lives)
     replaced = {life.member for life in lives} - own
     kept = [life for life in lives if life.member in own]
@@ -158,8 +157,8 @@ def of_one_run(lives: Sequence[Life], ledger: Sequence[LedgerLine]) -> tuple[lis
 
 
 def _of_fresh_run(lives: Sequence[Life]) -> set[str]:
-    """The members since --fresh; all where nobody said it. They share worlds with the one that did, or have begun later
-    than such a one on its host. Only of a host that had none of them clocks of two machines are compared."""
+    """The members since the last --fresh; all members without one. They share worlds with its member, or came later on
+    the host of such a member. Clocks of two machines are compared only for a host without such a member."""
     anew = [life for life in lives if any(line.get("is_anew") for line in life.lines)]
     if not anew:
         return {life.member for life in lives}
@@ -170,7 +169,8 @@ def _of_fresh_run(lives: Sequence[Life]) -> set[str]:
 
 
 def _related(own: set[str], lives: Sequence[Life]) -> set[str]:
-    """Generations are numbered on from all that a host's directory shows; who was in none says only when it began."""
+    """`own`, and the members that shared a world with them or came later on their hosts. Later is by generation, which
+    counts on from all that a host's directory shows; for a worker that was in no world, by its start."""
     worlds = [line for life in lives for line in life.lines if line["event"] == "world"]
     while True:
         began: dict[str, float] = {}
@@ -193,11 +193,11 @@ def _related(own: set[str], lives: Sequence[Life]) -> set[str]:
 
 
 _Place = tuple[str, int]
-"""who wrote a line, and in which generation"""
+"""writer and generation of a line"""
 
 
 def _discarded_worlds(lives: Sequence[Life]) -> set[_Place]:
-    """Of branches that have stopped where they met one with more steps: as their members have said."""
+    """The worlds of branches that stopped when they met one with more steps, by their members' warnings."""
     lines = [line for life in lives for line in life.lines]
     said = [line["discarded"] for line in lines if line["event"] == "warning" and line.get("discarded")]
     return {

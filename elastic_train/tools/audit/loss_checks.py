@@ -1,4 +1,4 @@
-"""Check of whom a drill's job lost: nobody whom no fault had touched."""
+"""Check that a drill's job lost only workers whose nodes had a fault."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from elastic_train.tools.audit.lost_time import lost_time
 from elastic_train.tools.audit.record import DrillRecord, Effect, FaultRecord
 
 STANDSTILL_SECONDS = 1.0
-"""what a fault that takes nobody may cost at once, beyond two ordinary steps"""
+"""how long a fault that takes no worker may stop the steps, beyond two ordinary steps"""
 
 
 def check_losses(history: History) -> Found:
-    """Workers that were lost, left or failed are of nodes with a fault injected; others were not even held up."""
+    """Workers that were lost, left or failed had a fault on their node; a fault that takes no worker stops no steps."""
     if history.drill is None:
         raise Skip("not a drill")
     drill = history.drill
@@ -39,9 +39,9 @@ def check_losses(history: History) -> Found:
 
 
 def _gone(history: History) -> Iterator[tuple[str, float, str]]:
-    """(member, when, how). A worker that others went on without says so itself; it is lost in their next world, whether
-    that names it or not; unless it said that it stops. New processes go on without those of an earlier start, and lose
-    none of them."""
+    """Yield (member, time, how). A member that the next world lacks was lost, whether that world names it or not. It
+    left if its own `done` event says `stopped`. A worker that failed with LeftOut was lost, and is not counted twice.
+    New processes lose none of an earlier start."""
     on_the_way, before = _lost_on_the_way(history), frozenset[str]()
     ends = [line for line in history.of("done") if line.get("outcome") == "stopped"]
     stopped = {str(line["writer"]): float(line["time"]) for line in ends}
@@ -61,9 +61,9 @@ def _gone(history: History) -> Iterator[tuple[str, float, str]]:
 
 
 def _lost_on_the_way(history: History) -> dict[int, dict[str, float]]:
-    """Generation of a world that stood -> whom its members had lost since the one before -> when: a world that was
-    agreed on, and broke before it stood, has no event of its own. By the word of those that are in the next one; who
-    was cut off has lost all others."""
+    """Map the generation of a world that stood to the members lost since the one before, and each to its time. A world
+    that was agreed on and broke before it stood has no event of its own. Only members of the next world are believed: a
+    worker that was cut off reports all others as lost."""
     found: dict[int, dict[str, float]] = {}
     for line in history.of("peer_lost"):
         before, time = line["generation"], float(line["time"])
@@ -72,15 +72,15 @@ def _lost_on_the_way(history: History) -> dict[int, dict[str, float]]:
         else:
             later = [world for world in history.worlds if world.generation > before]
         for world in later[:1]:
-            if world.generation - 1 != before and line["writer"] in world.members:  # else that world says it
+            if world.generation - 1 != before and line["writer"] in world.members:  # else that world's event names them
                 for member in line.get("lost_members", ()):
                     found.setdefault(world.generation, {}).setdefault(str(member), time)
     return found
 
 
 def _ended_unasked(history: History, drill: DrillRecord, gone: list[tuple[str | None, float]]) -> Iterator[str]:
-    """Nodes that ended before the job, or in error, and that no event reports as lost: a world of new processes reports
-    no losses. Nodes of the last world are check_end's."""
+    """Yield nodes that ended early or in error, with no fault and no event of a loss: a world of new processes reports
+    no losses. check_end covers the nodes of the last world."""
     last = {drill.node_of.get(member) for member in history.worlds[-1].members} if history.is_finished else set()
     last_ends = {line["node"]: line for line in drill.nodes if line["what"] == "ended"}
     last_step_at = history.kept[-1].time if history.kept else 0.0
@@ -94,7 +94,7 @@ def _ended_unasked(history: History, drill: DrillRecord, gone: list[tuple[str | 
 
 
 def _had_fault(drill: DrillRecord, node: str, time: float) -> bool:
-    """Whether a fault was injected into a node since its start, and not so long ago that it explains nothing."""
+    """Return whether a fault hit a node since its start. After it was undone it explains losses up to its limit."""
     started = _started(drill, node, time)
     return any(
         fault.injected_at is not None
@@ -106,14 +106,14 @@ def _had_fault(drill: DrillRecord, node: str, time: float) -> bool:
 
 
 def _started(drill: DrillRecord, node: str, by: float) -> float:
-    """When it had started last."""
+    """The time of the node's last start, at most `by`; 0.0 without one."""
     starts = (line["time"] for line in drill.nodes if (line["node"], line["what"]) == (node, "started"))
     return max((time for time in starts if time <= by), default=0.0)
 
 
 def _standstill(times: Sequence[float], limit: float, fault: FaultRecord, faults: Sequence[FaultRecord]) -> str | None:
-    """How long the steps, whose `times` these are, stood still around a fault that is to pass unnoticed; None where
-    they did not. What comes after the next fault is of that one."""
+    """Describe how long the steps (at `times`) stood still around a fault that should stop none; None if they did not.
+    A gap counts only up to the next fault."""
     if fault.injected_at is None or fault.undone_at is None or fault.may_take:
         return None
     later = [
@@ -132,7 +132,7 @@ def _standstill(times: Sequence[float], limit: float, fault: FaultRecord, faults
 
 
 def _crashed(history: History, fault: FaultRecord) -> Iterator[str]:
-    """The workers that were asked to leave and were lost instead."""
+    """Yield the workers that were asked to leave and were lost instead."""
     injected_at = fault.injected_at
     if Effect.ASKS_TO_LEAVE not in fault.effects or injected_at is None or history.drill is None:
         return

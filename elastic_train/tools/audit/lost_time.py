@@ -1,9 +1,8 @@
 """Goodput by cause: where the wall time of a run went, from its step events alone.
 
 Between the first committed step and the last, time is useful while steps follow one another, and lost between the last
-step of one world and the first of the next. The first step of a world is work, too, so that an outage is what its gap
-has beyond an ordinary step. What is left is not explained by any cause and stands as `slow steps`: it is never given
-away to the useful part.
+step of one world and the first of the next. The first step of a world is work, too: an outage is its gap minus one
+ordinary step. The rest, which no cause explains, is listed as `slow steps` and never counts as useful.
 
 `ratio` compares with the same job undisturbed at the world sizes that were present: every kept step counts with the
 median time of the steps of its world size, and of the pace that the drill had set.
@@ -24,7 +23,7 @@ from elastic_train.tools.audit.lives import Step
 
 @dataclass(frozen=True)
 class Outage:
-    """The steps stood still from one world to the next."""
+    """A standstill of the steps from one world to the next."""
 
     generation: int
     """of the world that ended it"""
@@ -33,14 +32,14 @@ class Outage:
     time: float
     """Unix seconds, when the last step before it was committed"""
     seconds: float
-    """lost: without one ordinary step"""
+    """lost, without one ordinary step"""
     is_measured: bool
-    """whether that is by one clock, and no step between them is missing"""
+    """whether both steps have the same clock, and no step between them is missing"""
 
 
 @dataclass(frozen=True)
 class LostTime:
-    """Where the seconds between the first step and the last went, undone ones among them. All of them sum to `wall`."""
+    """Where the seconds between the first step and the last went, undone steps included. They sum to `wall`."""
 
     wall: float
     useful: float
@@ -57,19 +56,19 @@ class LostTime:
 
 
 def span_of(history: History) -> str:
-    """Which time `lost_time` is about, in words."""
+    """The time that `lost_time` covers, in words."""
     if history.drill is not None and history.drill.settings.get("released"):
         return "between the first step and the moment at which the drill let its job run free"
     return "between the first step and the last"
 
 
 def lost_time(history: History) -> LostTime:
-    """All zero where fewer than two steps were committed. Of a drill, up to when it let its job run free."""
+    """The lost time of a run; all zero with fewer than two committed steps. In a drill, until its job ran free."""
     return _lost_time(history, (history.drill.settings.get("released") if history.drill else None) or math.inf)
 
 
 def outages_of(history: History) -> tuple[Outage, ...]:
-    """Of the whole run, the end of a drill included."""
+    """The outages of the whole run, the end of a drill included."""
     return _lost_time(history, math.inf).outages
 
 
@@ -112,7 +111,7 @@ def _lost_time(history: History, until: float) -> LostTime:
 
 
 class _Ordinary:
-    """What a step takes that nothing disturbs: the median of those like it."""
+    """The time of an undisturbed step: the median of the steps like it."""
 
     def __init__(self, history: History, kept: Sequence[Step]) -> None:
         self._paces = (history.drill.settings.get("paces") or []) if history.drill is not None else []
@@ -129,7 +128,7 @@ class _Ordinary:
         self.by_size = {size: median(by_size[size]) if size in by_size else overall for size in present}
 
     def seconds(self, before: Step, after: Step) -> float:
-        """Of the step `after`; where none like it follows another of its world, that of its world size, or of all."""
+        """The ordinary time of the step `after`: the median by world size and pace, else by world size, else of all."""
         return self._by_kind.get(self._kind(before, after), self.by_size[after.world_size])
 
     def _kind(self, before: Step, after: Step) -> tuple[int, float]:
@@ -138,7 +137,7 @@ class _Ordinary:
 
 
 def _evaluation_seconds(history: History, since: float, until: float) -> float:
-    """The share of the evaluations that lie between two times."""
+    """The seconds of evaluation between two times, by the share of the evaluations that lie there."""
     times = [float(line["time"]) for line in history.of("evaluation")]
     inside = [time for time in times if since <= time <= until]
     seconds = float(dict((history.final_result or {}).get("goodput") or {}).get("evaluate", 0.0))
@@ -146,7 +145,7 @@ def _evaluation_seconds(history: History, since: float, until: float) -> float:
 
 
 def cause_of(world: PastWorld | None) -> str:
-    """Why a world followed another, in one word."""
+    """The cause of a world in one word; `restart` for new processes."""
     if world is None:
         return "unknown"
     return "restart" if world.cause == "start" else world.cause

@@ -1,4 +1,4 @@
-"""The run directories of one job's nodes, where each had its own, as one: only together do they tell the whole run."""
+"""The run directories of one job's nodes as one, where each node has its own: only together are they complete."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FOLDERS = ("events", "ledger")
 
 @contextlib.contextmanager
 def as_one_run(run_dirs: Sequence[Path]) -> Iterator[Path]:
-    """A directory that shows the files of all of them, for as long as the block lasts; of one, itself. What each has
-    for itself is that of the first one that has it; of result.json, the one of most steps.
+    """Yield a directory that shows the files of all, until the block ends; a single one is yielded itself. Of files of
+    the same name it shows the first; of result.json, that with most steps.
 
-    Raises: RunDirectoryError where one is no run or cannot be read, two are of different runs, or two tell of the same
+    Raises: RunDirectoryError: one is no run or cannot be read, two are of different runs, or two have files of the same
         worker.
     """
     if len(run_dirs) == 1:
@@ -37,7 +37,7 @@ def as_one_run(run_dirs: Sequence[Path]) -> Iterator[Path]:
     if len(set(runs.values())) > 1:
         raise RunDirectoryError(f"{' and '.join(map(str, runs))} are not all of one run: give those of one job's nodes")
     with tempfile.TemporaryDirectory(prefix="elastic-train-audit-") as name:
-        folder = Path(name, run_dirs[0].resolve().name)  # a page about it is named so
+        folder = Path(name, run_dirs[0].resolve().name)  # the name that the page shows
         folder.mkdir()
         for run_dir in run_dirs:
             with _reading(run_dir):
@@ -55,7 +55,7 @@ def _reading(run_dir: Path) -> Iterator[None]:
 
 
 def read_status_of(run_dirs: Sequence[Path], now: float) -> Status:
-    """As `read_status`, of the run that all of them tell of; its paths are those of the first that has such a file.
+    """Read the status of the run in all directories, like `read_status`. A path in it is that of the file itself.
 
     Raises: RunDirectoryError, as `as_one_run` and `read_status`.
     """

@@ -20,18 +20,18 @@ from elastic_train.tools.audit.unwritten import NOT_WRITTEN
 from elastic_train.wording import count
 
 DRILL_TOLERANCE = 0.1
-"""seconds: its nodes have one clock"""
+"""seconds: the nodes of a drill share one clock"""
 ELSEWHERE = "stand in files that are not here"
 
 
 def _steps_elsewhere(history: History, writers: Callable[[PastWorld], Sequence[str]]) -> set[int]:
-    """The steps of worlds of which a writer has left nothing here: its disk may be gone with it; in a drill, none."""
+    """The steps of worlds with a writer whose files are not here: its disk may be gone. None in a drill."""
     elsewhere = set(history.elsewhere if history.drill is None else ())
     if elsewhere:
         elsewhere.difference_update(line.writer for line in history.ledger)
     ends = [*(world.step for world in history.worlds[1:]), history.last_step]
     found = set[int]()
-    for world, end in zip(history.worlds, ends, strict=False):  # there may be no world, but always an end
+    for world, end in zip(history.worlds, ends, strict=False):  # without worlds there still is one end
         if not elsewhere.isdisjoint(writers(world)):
             found.update(range(world.step + 1, end + 1))
     return found
@@ -41,8 +41,8 @@ def _steps_elsewhere(history: History, writers: Callable[[PastWorld], Sequence[s
 
 
 def check_ledger(history: History) -> Found:
-    """The contract's law: of each committed step count the lines of its largest generation; every index occurs once per
-    epoch, and never twice. Where the run was continued without --ledger, there is nothing to check."""
+    """The contract's law: every index occurs exactly once per epoch. Of each committed step the lines of its largest
+    generation count. Steps that were committed without --ledger are not checked."""
     if not history.ledger:
         has_asked = any((start.get("config") or {}).get("ledger") for start in history.starts)
         if has_asked and any(step.generation not in history.without_ledger for step in history.kept):
@@ -99,7 +99,7 @@ def check_ledger(history: History) -> Found:
 def _lines_that_count(
     history: History, step: int, lines: Sequence[LedgerLine]
 ) -> tuple[int, Sequence[LedgerLine], bool]:
-    """(the largest generation of a step, the lines of that one, whether all members that have none say that they could
+    """Return (the largest generation of a step, its lines, whether each member without a line reported that it could
     not write it)."""
     newest = max((line.generation for line in lines), default=0)
     lost = history.unwritten.writers("samples", step, newest)
@@ -113,7 +113,7 @@ def _lines_that_count(
 
 
 class _EpochUse:
-    """Which samples an epoch has used: two bytes for each that there is, however many workers wrote them down."""
+    """The samples that an epoch has used, in two bytes per sample however many workers wrote them down."""
 
     def __init__(self, epoch: int, length: int) -> None:
         self.epoch, self._length = epoch, length
@@ -121,10 +121,10 @@ class _EpochUse:
         self._strange: Counter[int] = Counter()
 
     def add(self, of_ranks: Iterable[Sequence[int]]) -> None:
-        """Those of a step."""
+        """Add the indices of one step, one sequence per rank."""
         parts = []
         for indices in of_ranks:
-            if not isinstance(indices, array):  # numbers that no data set has, or no numbers
+            if not isinstance(indices, array):  # some overflow, or are no integers
                 numbers = [index for index in indices if isinstance(index, int) and 0 <= index < self._length]
                 self._strange += Counter(indices) - Counter(numbers)
                 indices = array("q", numbers)
@@ -137,7 +137,7 @@ class _EpochUse:
         self._once[unique] = True
 
     def findings(self, *, is_whole: bool) -> Iterator[str]:
-        """Args: is_whole: all of its steps should be here."""
+        """Yield what is wrong. `is_whole`: all steps of the epoch are here, so that an unused sample is a finding."""
         twice = [*np.flatnonzero(self._twice).tolist(), *(index for index, n in self._strange.items() if n > 1)]
         if twice:
             yield f"epoch {self.epoch}: {_some(sorted(twice))} used more than once"
@@ -171,7 +171,7 @@ def check_steps(history: History) -> Found:
         if generation not in worlds and history.unwritten.newest("world", generation) is None:
             findings.append(f"generation {generation} committed steps, but no member says that it stood")
     present = {step.step for step in history.steps}
-    first, newest = history.begins_after + 1, max(history.last_step, *present)  # those that a restart undid, too
+    first, newest = history.begins_after + 1, max(history.last_step, *present)  # also steps that a restart undid
     away = _steps_elsewhere(history, lambda world: world.members[:1]) - present  # rank 0 writes them
     absent = [step for step in range(first, newest + 1) if step not in present and step not in away]
     gaps = [step for step in absent if not history.unwritten.writers("step", step, _newest_with(history, step))]
@@ -207,24 +207,24 @@ def check_steps(history: History) -> Found:
 
 
 def _newest_with(history: History, step: int) -> int:
-    """The newest generation that may have committed a step; 0 for one that was undone."""
+    """The newest generation that may have committed a step; 0 if the step was undone."""
     began = (world.generation for world in history.worlds if world.step < step <= history.last_step)
     return max(began, default=0)
 
 
 def _may_have_restarted(history: History, world: PastWorld, before: PastWorld | None) -> bool:
-    """Whether it is one of new processes, which lose what came after the last snapshot: in a drill only where
-    everything was killed since the world before."""
+    """Return whether a world is one of new processes, which may lose the steps after the last snapshot. In a drill they
+    may only if everything was killed since the world before."""
     since = before.time if before is not None else 0.0
     killed = history.drill is None or history.drill.may_lose_steps(since, world.time)
     return killed and world.restored_from in ("snapshot", "scratch")
 
 
 def _was_in_hand(history: History, world: PastWorld, before: PastWorld | None, reached: int) -> bool:
-    """Whether only members that are not in the next world had applied the newest step: by the contract not committed.
+    """Return whether only members missing in the next world had applied the newest step: by contract not committed.
 
-    There is one such step at most: the others cannot begin the next one without having applied it. Of a world that
-    all had to leave, one that ended by itself had saved what it had applied.
+    There is at most one such step: the other members must apply it before they begin the next. Before a restart, a
+    member that ended without failing had saved what it had applied.
     """
     if before is None or reached - world.step > 1:
         return False
@@ -239,14 +239,14 @@ def _was_in_hand(history: History, world: PastWorld, before: PastWorld | None, r
 
 
 _Saved = tuple[int, int, str]
-"""generation and step of a snapshot, and its name"""
+"""generation, step and name of a snapshot"""
 
 
 def _overlooked(history: History, world: PastWorld, saved: list[_Saved]) -> int | None:
-    """The step of the newest snapshot, where a world of new processes did not begin with it.
+    """The step of the newest snapshot if a world of new processes should have begun with it; else None.
 
-    Outside of a drill an older one is no finding: the newest may have been lost with the disk of its node. Nor is one
-    that had made room for newer ones, which --keep-snapshots counts although they were damaged later.
+    Outside of a drill a world may begin with an older snapshot: the newest may be lost with the disk of its node. A
+    snapshot that --keep-snapshots had pruned does not count, even if the newer ones were damaged later.
     """
     if world.restored_from not in ("snapshot", "scratch"):
         return None
@@ -262,7 +262,7 @@ def _overlooked(history: History, world: PastWorld, saved: list[_Saved]) -> int 
 
 
 def check_generations(history: History) -> Found:
-    """Generations form a chain: one membership each, each from the one before or from new processes."""
+    """Generations form a chain: each has one membership, and comes from the one before or from new processes."""
     if not history.worlds:
         raise Skip("no world ever stood")
     findings = []
@@ -300,14 +300,14 @@ def check_generations(history: History) -> Found:
 
 
 def _seconds_before(after: PastWorld, before: PastWorld) -> float:
-    """How much earlier it stood than that of the smaller number, by a clock of both; -inf where there is none."""
+    """Seconds by which `after` stood earlier than `before`, by a clock of both; -inf if they share none."""
     both = before.stood.keys() & after.stood.keys()
     return max((before.stood[clock] - after.stood[clock] for clock in both), default=-math.inf)
 
 
 def _at_the_same_time(history: History) -> list[str]:
-    """Generations that trained on when a later one had begun, by one clock. One step of each may be late: a worker that
-    was frozen within it, or cut off, writes it down before it learns that it was left out."""
+    """Describe the generations that trained on after a later one had begun, by the same clock. Each may have one late
+    step: a worker that was frozen or cut off within it writes it down before it learns that it was left out."""
     tolerance = WALL_TOLERANCE if history.drill is None else DRILL_TOLERANCE
     later_began: dict[Clock, float] = {}
     found = []
@@ -324,8 +324,8 @@ def _at_the_same_time(history: History) -> list[str]:
 
 
 def _by_no_clock(history: History) -> int | None:
-    """The first generation of new processes that has no clock in common with those before it: had they ended when it
-    began, or trained on, the files would be the same. (Of one that re-formed in place its step tells.)"""
+    """The first generation of new processes that shares no clock with those before it; else None. The files do not show
+    whether those had ended by then. (For a world that re-formed in place, its step shows it.)"""
     earlier = set[Clock]()
     for world in history.worlds:
         own = {step.clock for step in history.steps_of.get(world.generation, ())}

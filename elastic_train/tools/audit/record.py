@@ -1,12 +1,12 @@
-"""What a drill writes down about itself, in `RUN_DIR/drill/`, for the audit and for people.
+"""The record of a drill, in `RUN_DIR/drill/`, for the audit and for people.
 
-    drill.json       the settings: seed, backend, nodes, schedule, flags; the paces of the bundled job, when it was let
-                     run free
-    nodes.jsonl      one line per start, stop and sight of a worker of a node
+    drill.json       the settings: seed, backend, nodes, schedule, flags; the paces of the bundled job, and when the
+                     drill let it run free
+    nodes.jsonl      one line when a node starts, when it ends, and for each worker seen on it
     faults.jsonl     one line when a fault is injected, when it is undone, and when the job has recovered
-    reference.json   what the same job came to undisturbed
+    reference.json   the result of the same job without faults
     leftovers.json   what was still there when every node had ended
-    node1-1.log ...  what each start of each node said
+    node1-1.log ...  the output of each start of each node
     pace             see task.py
 
 Every line has `time` (Unix seconds).
@@ -28,11 +28,11 @@ from elastic_train.storage.atomic_files import write_atomic
 FOLDER = "drill"
 PACE_FILE = "pace"
 PACE_VARIABLE = "ELASTIC_TRAIN_DRILL_PACE"
-"""tells the workers of the bundled job where that file is: the seconds that a sample takes"""
+"""names that file to the workers of the bundled job: the seconds that a sample takes"""
 
 
 class Record:
-    """Writes the folder of one drill. Not for several threads."""
+    """The writer of one drill's folder. Not thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / FOLDER
@@ -42,16 +42,16 @@ class Record:
         self._faults = JsonLines(self.path / "faults.jsonl")
 
     def add_setting(self, **settings: Any) -> None:
-        """Into drill.json, beside what is there."""
+        """Add settings to drill.json."""
         self._settings |= settings
         _replace(self.path / "drill.json", self._settings)
 
     def node(self, what: str, node: str, **fields: Any) -> None:
-        """`what`: `started`, `worker` (with `member`, its name in the events), `ended` (with `code`)."""
+        """Write a line. `what`: `started`, `worker` (with `member`, its name in the events), `ended` (with `code`)."""
         self._nodes.write({"time": time.time(), "what": what, "node": node, **fields})
 
     def fault(self, what: str, number: int, **fields: Any) -> None:
-        """`what`: `injected`, `undone`, `recovered`, `withdrawn`, `skipped`; `number` counts faults from 0."""
+        """Write a line. `what`: `injected`, `undone`, `recovered`, `withdrawn`, `skipped`; `number` counts from 0."""
         self._faults.write({"time": time.time(), "what": what, "number": number, **fields})
 
     def leftovers(self, found: list[str]) -> None:
@@ -63,12 +63,12 @@ class Record:
 
 
 def write_reference(run_dir: Path, found: dict[str, Any]) -> None:
-    """What the undisturbed job came to; the drill itself is over by then."""
+    """Write the result of the undisturbed job, which runs after the drill itself."""
     _replace(run_dir / FOLDER / "reference.json", found)
 
 
 def set_pace(path: Path, seconds_per_sample: float) -> None:
-    """What the workers read whose PACE_VARIABLE names this file."""
+    """Set the pace of the workers whose PACE_VARIABLE names this file."""
     draft = path.with_suffix(".tmp")
     draft.write_text(str(seconds_per_sample))
     draft.replace(path)
@@ -79,12 +79,12 @@ def _replace(path: Path, value: Any) -> None:
 
 
 class Effect(StrEnum):
-    """What a fault does that the audit has to allow for, or look after."""
+    """An effect of a fault that the audit allows for or checks."""
 
     LOSES_STEPS = "loses_steps"
-    """those after the newest snapshot, for everything is killed at once"""
+    """the steps after the newest snapshot: everything is killed at once"""
     HOLDS_UP = "holds_up"
-    """workers themselves cannot go on, or hardly, while it lasts: all wait for them"""
+    """the target's workers cannot go on, or hardly, while it lasts: all wait for them"""
     DAMAGES = "damages"
     """the snapshot that is its target"""
     ASKS_TO_LEAVE = "asks_to_leave"
@@ -92,7 +92,7 @@ class Effect(StrEnum):
 
 
 UNKNOWN = "unknown"
-"""the name of a fault of which the line that tells it is missing"""
+"""the name of a fault whose `injected` or `skipped` line is missing"""
 
 
 @dataclass(frozen=True)
@@ -107,19 +107,19 @@ class FaultRecord:
     step: int
     """committed steps by then"""
     evidence: str
-    """how it was seen that it really fired"""
+    """the observation that it really fired"""
     limit_seconds: float
     recovered_seconds: float | None
-    """from the injection to the next committed step that the fault stood in the way of; None if there was none"""
+    """from the injection to the next committed step that the fault delayed; None if there was none"""
     undone_at: float | None
     reason: str | None
     """why it was not injected, or why the job did not recover"""
     may_take: tuple[str, ...] = ()
-    """the nodes that the job may lose by it"""
+    """the nodes that the job may lose by the fault"""
     effects: frozenset[str] = frozenset()
     """each an Effect"""
     is_withdrawn: bool = False
-    """whether what was to come was taken away before its limit: there was nothing to recover from"""
+    """whether an awaited node was taken away before its limit: there was nothing to recover from"""
 
     def has_done(self, effect: Effect) -> bool:
         return effect in self.effects and self.injected_at is not None
@@ -127,7 +127,7 @@ class FaultRecord:
 
 @dataclass(frozen=True)
 class DrillRecord:
-    """What the folder of a drill says."""
+    """The contents of a drill's folder."""
 
     settings: dict[str, Any]
     nodes: list[dict[str, Any]] = field(default_factory=list)
@@ -135,11 +135,11 @@ class DrillRecord:
     reference: dict[str, Any] | None = None
     leftovers: list[str] | None = None
     missing: tuple[str, ...] = ()
-    """the files without which nothing can be said about it that are not there, or torn"""
+    """the indispensable files that are absent or torn"""
 
     @property
     def standstill(self) -> float:
-        """Seconds that its job may be without a step by itself: a first step, an evaluation."""
+        """Seconds that the job may take without a step and without a fault: for a first step, or an evaluation."""
         return float(self.settings.get("standstill") or 0.0)
 
     @property
@@ -153,13 +153,13 @@ class DrillRecord:
         return frozenset(fault.target for fault in self.faults if fault.has_done(Effect.DAMAGES))
 
     def may_lose_steps(self, since: float, until: float) -> bool:
-        """Whether everything was killed between two times (Unix seconds)."""
+        """Return whether everything was killed between two times (Unix seconds)."""
         lossy = [fault.injected_at for fault in self.faults if fault.has_done(Effect.LOSES_STEPS)]
         return any(time is not None and since <= time <= until for time in lossy)
 
 
 def read_drill(run_dir: Path) -> DrillRecord | None:
-    """None where the run was no drill."""
+    """Read the folder of a drill; None if the run was no drill."""
     folder = run_dir / FOLDER
     if not folder.is_dir():
         return None
@@ -178,7 +178,7 @@ def read_drill(run_dir: Path) -> DrillRecord | None:
 
 
 def fault_records(lines: list[dict[str, Any]]) -> list[FaultRecord]:
-    """One per fault, in the order of their numbers."""
+    """Merge the lines into one record per fault, in the order of their numbers."""
     by_number: dict[int, dict[str, dict[str, Any]]] = {}
     for line in lines:
         by_number.setdefault(int(line["number"]), {})[str(line["what"])] = line

@@ -17,7 +17,7 @@ from elastic_train.wording import count
 
 
 def check_snapshots(history: History) -> Found:
-    """The last step is there whole, no torn snapshot lies there, and none was ever restored."""
+    """The last step has a snapshot, no snapshot is torn, and no torn one was ever restored."""
     infos, problems = find_snapshots_of(history)
     planted = history.drill.damaged if history.drill is not None else frozenset()
     whole_steps, damaged_steps = set(), set()
@@ -26,7 +26,7 @@ def check_snapshots(history: History) -> Found:
             verify(info)
             whole_steps.add(info.step)
         except SnapshotUnread as error:
-            if not is_there(info.path):  # the job that trains has pruned it since
+            if not is_there(info.path):  # the running job has pruned it since
                 continue
             damaged_steps |= {info.step} if info.name not in planted else set()
             problems.append(str(error))
@@ -38,7 +38,7 @@ def check_snapshots(history: History) -> Found:
     ]
     findings += _restored_although_damaged(history)
     if history.is_finished and history.last_step not in {info.step for info in infos}:
-        # A folder elsewhere may be on another machine, but for a drill.
+        # A folder outside of the run directory may be on another machine, except in a drill.
         if history.drill is not None or history.snapshot_folder.is_relative_to(history.run_dir):
             findings.append(f"finished, but there is no snapshot of step {history.last_step}")
         elif history.last_step not in {int(line["snapshot_step"]) for line in history.of("snapshot")}:
@@ -50,7 +50,7 @@ def check_snapshots(history: History) -> Found:
 
 
 def _restored_although_damaged(history: History) -> Iterator[str]:
-    """A step of which a whole snapshot was saved anew may be restored again."""
+    """Yield restores of a snapshot that the drill had damaged, up to the next snapshot of the same step."""
     for fault in history.drill.faults if history.drill is not None else ():
         if not fault.has_done(Effect.DAMAGES):
             continue
@@ -68,7 +68,7 @@ def _is_of_step(name: str, step: int) -> bool:
 
 
 def find_snapshots_of(history: History) -> tuple[list[SnapshotInfo], list[str]]:
-    """(those with a readable manifest and the right size, what is wrong with the others)."""
+    """Return (snapshots with a readable manifest and the right size, what is wrong with the others)."""
     problems: list[str] = []
     try:
         return find_snapshots(history.snapshot_folder, warn=problems.append), problems
@@ -92,8 +92,8 @@ def check_leftovers(history: History) -> Found:
 
 
 def _is_through(history: History, start: Line) -> bool:
-    """Whether its process has trained to the end: the script of an own loop may go on after `run`. In containers an
-    earlier process may have had its name."""
+    """Return whether the process has trained to the end: a script with its own loop may go on after `run`. In
+    containers an earlier process may have had the same name, so only a later `done` counts."""
     return any(
         line["writer"] == start["writer"] and line["time"] >= start["time"] and line.get("outcome") in FINISHED
         for line in history.of("done")
@@ -106,7 +106,7 @@ def _is_temporary(name: str) -> bool:
 
 
 def _names_elsewhere(history: History) -> list[str]:
-    """What lies in a folder of snapshots outside of the run directory."""
+    """The paths in a snapshot folder outside of the run directory."""
     directory = history.snapshot_folder
     if directory.is_relative_to(history.run_dir) or not directory.is_dir():
         return []

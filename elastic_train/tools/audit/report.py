@@ -1,4 +1,4 @@
-"""`elastic-train report RUN_DIR`: one HTML file about a run that needs nothing else, for people to look at.
+"""`elastic-train report RUN_DIR`: a page about a run, as one self-contained HTML file.
 
 The values are computed here; data/report.html lays them out.
 """
@@ -44,7 +44,7 @@ class Axis:
         return Axis(low, high if high > low else low + 1.0)
 
     def percent(self, value: float) -> float:
-        """0 to 100, whatever the value is."""
+        """The place of a value on the axis, clamped to 0 to 100."""
         return max(0.0, min(100.0, 100.0 * (value - self.low) / (self.high - self.low)))
 
     def ticks(self, count: int = 5) -> list[float]:
@@ -57,11 +57,11 @@ class Axis:
 Segment = tuple[float, float, str, str]
 """of a lane: start and end in seconds since the first event, CSS class, title"""
 Curve = tuple[Sequence[tuple[float, float]], Axis, str]
-"""points, x axis, and what it shows, for who does not see it"""
+"""points, x axis, and a text for screen readers"""
 
 
 class Mark(NamedTuple):
-    """Something at one place of either x axis that leads to a row of a table."""
+    """A mark on either x axis that links to a row of a table."""
 
     seconds: float
     """since the first event"""
@@ -73,12 +73,12 @@ class Mark(NamedTuple):
 
 
 def short_number(value: float) -> str:
-    """As a person writes it at an axis."""
+    """A number as people write it at an axis."""
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def shared_length(names: Sequence[str]) -> int:
-    """Of what all names begin with (a host, up to its slash): a lane has room for a few characters."""
+    """The length of the prefix that all names share (a host and its slash): a lane has room for a few characters."""
     shared = os.path.commonpath(names) if len(names) > 1 else ""
     return len(shared) + 1 if shared else 0
 
@@ -114,7 +114,7 @@ def write_report(history: History, found: Audit, path: Path | None = None) -> Pa
 
 
 def page(history: History, found: Audit) -> str:
-    """The whole page. A part that the run has nothing for is left out."""
+    """The whole page, without the parts that the run has no data for."""
     began = min((life.began for life in history.lives), default=0.0)
     ended = max((life.ended for life in history.lives), default=0.0)
     lost, drill, result = lost_time(history), history.drill, history.final_result or {}
@@ -161,7 +161,7 @@ def _node_of(history: History, member: str) -> str:
 
 
 def _lanes(history: History, zero: float, end: float) -> list[tuple[str, list[Segment]]]:
-    """Each node with when it was in which world and when in none, between two times."""
+    """Each node with its segments between two times: in which world it was, or in none."""
     lanes: dict[str, list[Segment]] = defaultdict(list)
     for life in history.lives:
         segment = (life.began - zero, life.ended - zero, "alive", f"{life.member}: in no world")
@@ -170,7 +170,7 @@ def _lanes(history: History, zero: float, end: float) -> list[tuple[str, list[Se
     for line in history.of("done"):
         done[line["writer"]].append(float(line["time"]))
     ends = [*(world.time for world in history.worlds[1:]), end]
-    for world, until in zip(history.worlds, ends, strict=False):  # there may be no world, but always an end
+    for world, until in zip(history.worlds, ends, strict=False):  # without worlds there still is one end
         for rank, member in enumerate(world.members):
             stop = min([until, *(time for time in done.get(member, ()) if time >= world.time)])
             title = f"generation {world.generation}: {member} as rank {rank} of {len(world.members)}"
@@ -198,7 +198,7 @@ def _marks(history: History, zero: float) -> list[Mark]:
 
 
 def _standstills(history: History, outages: Sequence[Outage]) -> dict[int, float]:
-    """Number of a fault -> seconds of the longest outage until the job had recovered."""
+    """Map the number of each fault to the longest outage until the job had recovered, seconds."""
     found = {}
     for fault in history.drill.faults if history.drill else ():
         if fault.injected_at is None or fault.recovered_seconds is None:
@@ -233,14 +233,14 @@ def _rate(history: History, zero: float) -> Curve | None:
 
 
 def _samples_of(step: int, length: int | None, batch: int) -> int:
-    """The last step of an epoch is smaller."""
+    """The samples of a step; the last step of an epoch is smaller."""
     return batch if length is None else min(batch, length - (step - 1) % -(-length // batch) * batch)
 
 
 def _recoveries(history: History) -> list[tuple[list[tuple[PastWorld, Mapping[str, float]]], list[str], float]]:
-    """(worlds with their seconds by phase, names of the phases, longest sum) of recoveries in place, which take
-    fractions of a second, and of those with new processes, which take many: each has a scale of its own. The latter
-    have a single phase, from the last step before them."""
+    """(worlds with their seconds by phase, names of the phases, longest sum) of recoveries in place and of those with
+    new processes. The former take fractions of a second, the latter many seconds: each group has its own scale. New
+    processes have a single phase, from the last step before them."""
     phases, last, found = dict[int, Mapping[str, float]](), -math.inf, []
     for world in history.worlds:
         in_one = {"down and startup": max(0.0, world.time - last)} if last > -math.inf else {}
@@ -262,7 +262,7 @@ def nice_step(rough: float) -> float:
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Few enough points to draw; of each bucket the lowest and the highest, so that no spike is lost."""
+    """Reduce the points to as many as can be drawn: the lowest and the highest of each bucket, so that spikes stay."""
     points = [point for point in points if math.isfinite(point[1])]
     if len(points) <= MAX_POINTS:
         return points

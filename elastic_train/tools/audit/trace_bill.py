@@ -1,4 +1,4 @@
-"""The bill of a whole run, by the prices of the trace that a drill has replayed, where it had some."""
+"""The bill of a whole run, by the prices of the trace that a drill has replayed, if it has some."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic_train.tools.audit.history import History
 
 
 def bill_of_run(history: History) -> Line | None:
-    """Of a trace with prices each node costs its own, from its start to its end; else as the run itself tells."""
+    """Return the bill. If the trace has prices, each node costs its own from start to end; else it is the run's own."""
     told = newest_bill(history.final_result, history.events)
     stays = (history.drill.settings.get("trace") or []) if history.drill is not None else []
     if history.drill is None or told is None or not any(stay.get("price") is not None for stay in stays):
@@ -31,12 +31,12 @@ def bill_of_run(history: History) -> Line | None:
 
 
 def _price_at(prices: Sequence[tuple[float, float]], moment: float) -> float:
-    """Of the stay, (its time, its price), that began nearest to a start: some stays have none, where a node ran on."""
+    """The price of the stay (time, price) that began nearest to a start: a stay has no start if its node ran on."""
     return min(prices, key=lambda stay: abs(stay[0] - moment), default=(0.0, 0.0))[1]
 
 
 def node_lives(lines: Sequence[Line]) -> list[tuple[str, float, float]]:
-    """(node, when it started, seconds) of what a drill's nodes.jsonl says; without those whose end is missing."""
+    """(node, when it started, seconds) of each life in a drill's nodes.jsonl; without lives whose end is missing."""
     started: dict[str, float] = {}
     lives = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""Lines that workers could not write, to a full disk or a failing mount: by their own word, once they could again."""
+"""Lines that workers could not write to a full disk or a failing mount. They reported them once they could again."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ NOT_WRITTEN = "not written, by their workers' own word"
 
 
 class Unwritten:
-    """What the events `unwritten` of a run tell."""
+    """The contents of a run's `unwritten` events."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         self._ranges: dict[str, list[tuple[int, int, int, str]]] = defaultdict(list)
-        """event -> generation, first and last step, writer; those of a ledger are `samples`"""
+        """event -> (generation, first and last step, writer); the lines of a ledger are `samples`"""
         self._num_torn = Counter[str]()
-        """file -> how many of its lines are torn by that"""
+        """file -> how many of its lines were torn thereby"""
         for line in lines:
             writer = str(line["writer"])
             self._num_torn[f"{line.get('file')}/{writer.replace('/', '-')}.jsonl"] += int_of(line, "torn") or 0
@@ -26,11 +26,11 @@ class Unwritten:
 
     @property
     def num_lines(self) -> int:
-        """How many at least: of those that do not belong to steps of their own one for each step."""
+        """A lower bound of the missing lines: those of the same event, writer and step count as one."""
         return sum(last + 1 - first for ranges in self._ranges.values() for _, first, last, _ in ranges)
 
     def writers(self, event: str, step: int, generation: int = 0) -> dict[int, set[str]]:
-        """Generation, from `generation` on -> who could not write its line of a step."""
+        """Map each generation, from `generation` on, to the workers that could not write their line of a step."""
         found = defaultdict[int, set[str]](set)
         for number, first, last, writer in self._ranges[event]:
             if number >= generation and first <= step <= last:
@@ -38,10 +38,10 @@ class Unwritten:
         return found
 
     def newest(self, event: str, generation: int) -> int | None:
-        """The newest step of a generation of which such a line could not be written; None where all could."""
+        """The newest step of a generation whose line could not be written; None if all were."""
         return max((last for number, _, last, _ in self._ranges[event] if number == generation), default=None)
 
     def unexplained(self, torn: Sequence[str]) -> list[str]:
-        """Of the lines that are torn (`file: what`) those in whose file more are than its writer has told of."""
+        """Return the torn lines (`file: what`) of files with more torn lines than their writer reported."""
         found = Counter(line.partition(": ")[0] for line in torn)
         return [line for line in torn if found[(file := line.partition(": ")[0])] > self._num_torn[file]]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 REFRESH_SECONDS = 1.0
 LINE = ("state", "generation", "world size", "members", "step", "epoch", "loss", "samples/s", "snapshot", "incidents")
-"""the facts of a line where there is no terminal"""
+"""the facts of a line, where there is no terminal"""
 
 
 def watch_status(
@@ -27,9 +27,9 @@ def watch_status(
     sleep: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.time,
 ) -> Status:
-    """Show where a run stands, again and again, until it has ended; what it was then. Blocks.
+    """Show a run's status until the run has ended; return the last one. Blocks.
 
-    On a terminal one table that changes, elsewhere a line whenever the step has.
+    On a terminal it updates one table; elsewhere it prints a line when the state, the generation or the step changes.
 
     Raises:
         RunDirectoryError: there is no run in it, or it cannot be read.
@@ -60,7 +60,7 @@ def _live(file: TextIO) -> Live:
 
 
 def _in_brief(status: Status, now: float) -> dict[str, str]:
-    """The rows that are too long for a line."""
+    """Short forms of the rows that are too long for a line."""
     rows = {}
     if status.snapshot is not None:
         rows["snapshot"] = f"step {status.snapshot.step}"
