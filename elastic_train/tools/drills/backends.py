@@ -1,4 +1,4 @@
-"""Where the nodes of a drill meet: at each other, under c10d, or in an etcd cluster."""
+"""The rendezvous backends of a drill: c10d on its own nodes, or an etcd cluster."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from elastic_train.tools.drills.network import HUB_ADDRESS, Network
 from elastic_train.tools.drills.nodes import TooSlow, free_port, is_listening, wait_until
 
 PORT = 29400
-"""torchrun's default; nodes with an address of their own all have it"""
+"""torchrun's default, for nodes with their own addresses"""
 ANSWER_SECONDS = 10.0
 ENDING_SECONDS = 60.0
-"""for processes that have been told to end, or whose node has; tenths of a second, where the machine is not starved"""
+"""for processes that were asked to end, or whose node has ended; it takes tenths of a second on an idle machine"""
 ETCD_MEMBERS = 3
 
 
 class C10d:
-    """The nodes themselves. The endpoint lists the addresses of all; as processes they have one in common."""
+    """c10d on the nodes. The endpoint lists all their addresses; nodes as processes share one."""
 
     name = "c10d"
     members = None
-    """of an etcd cluster that faults are for"""
+    """there is no etcd cluster to inject faults into"""
 
     def __init__(self, network: Network | None) -> None:
         self._network = network
         self.port = free_port() if network is None else PORT
 
     def torchrun_flags(self) -> list[str]:
-        """Once it has been started."""
+        """The flags of the rendezvous, once the backend has been started."""
         hosts = ["localhost"] if self._network is None else self._network.addresses
         return ["--rdzv-backend=c10d", f"--rdzv-endpoint={','.join(f'{host}:{self.port}' for host in hosts)}"]
 
     def start(self) -> None:
-        """Nothing: the first node begins."""
+        """Do nothing: the first node starts the store."""
 
     def stop(self) -> list[str]:
-        """Politely, when the job is over; what the job has left in it, and it on this machine."""
+        """Stop the backend after the job; return what the job left in it, and what it left on this machine."""
         return [f"port {self.port} is still open"] if self._network is None and is_listening(self.port) else []
 
     def close(self) -> None:
-        """Nothing runs but the nodes."""
+        """Do nothing: only the nodes run."""
 
 
 class Etcd3:
     """An etcd cluster of three members on this machine, or the user's own.
 
     Args:
-        run_id: of the drill's job, whose keys are looked for when it is over.
-        endpoint: the user's, as --rdzv-endpoint takes it; None for one of the drill's.
+        run_id: of the drill's job; after it, no key of this run may be left.
+        endpoint: of the user's cluster, as --rdzv-endpoint takes it; None for a cluster of the drill's own.
     """
 
     name = "etcd3"
@@ -75,7 +75,7 @@ class Etcd3:
         if self._is_running:
             return
         if self.members is None:
-            self._keys(ANSWER_SECONDS)  # nodes would wait for it a minute
+            self._keys(ANSWER_SECONDS)  # fail at once: nodes would wait a minute for it
         else:
             self.members.start()
         self._is_running = True
@@ -107,7 +107,7 @@ class Etcd3:
 
 
 def keys_of(endpoint: str, run_id: str, seconds: float) -> Sequence[str]:
-    """The keys of a run in a user's cluster, which has so long to answer. Raises as every call of etcd.py does."""
+    """The keys of a run in a user's cluster, which must answer in `seconds`. Raises like all calls of etcd.py."""
     from elastic_train.rendezvous.etcd import Etcd
     from elastic_train.rendezvous.etcd_connections import Connections
 
@@ -123,5 +123,5 @@ def keys_of(endpoint: str, run_id: str, seconds: float) -> Sequence[str]:
 def backend_of(
     name: str, network: Network | None, *, run_id: str = "drill", endpoint: str | None = None
 ) -> C10d | Etcd3:
-    """The one that `--backend` names. `endpoint`: of an etcd cluster that is there."""
+    """Return the backend that `--backend` names. `endpoint`: of an existing etcd cluster."""
     return Etcd3(network, run_id, endpoint) if name == Etcd3.name else C10d(network)

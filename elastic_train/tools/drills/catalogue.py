@@ -1,4 +1,4 @@
-"""Every fault that there is, by name, in the order of --list, by which a seed draws them."""
+"""Every fault by name. The order is that of --list, and it decides which faults a seed draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job of a drill: its nodes, where they meet (backends.py), and what is known of who is in."""
+"""The job of a drill: its nodes, their rendezvous (backends.py), and which nodes are in the world."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from elastic_train.tools.drills.program import BUNDLED_PROGRAM, DrilledProgram
 from elastic_train.tools.drills.watch import RunWatch
 
 LOOK_SECONDS = 0.3
-"""between two looks for the workers of the nodes, which go through all processes of the machine"""
+"""between two searches for the nodes' workers, which read all processes of the machine"""
 
 
 class NodeState(StrEnum):
-    """What a person sees of a node."""
+    """The state of a node, as the timeline shows it."""
 
     STARTING = "starting"
     IN = "in"
     FROZEN = "frozen"
     CUT_OFF = "cut off"
     OUT = "left out"
-    """it runs and is in no world: about to come, or about to end"""
+    """it runs and is in no world: about to join, or about to end"""
     ENDED = "ended"
 
 
 class Place:
-    """A machine of the drill, on which one node after the other can run."""
+    """A machine of the drill; nodes run on it one after the other."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -54,21 +54,21 @@ class Place:
         self.node: Node | None = None
         self.num_started = 0
         self.effect: NodeState | None = None
-        """what a fault does to it at the moment"""
+        """the state in which a fault keeps it at the moment"""
         self.members: tuple[str, ...] = ()
-        """its workers by their names in the events"""
+        """the names of its workers in the events"""
 
     @property
     def is_running(self) -> bool:
         return self.node is not None
 
     def workers(self) -> list[psutil.Process]:
-        """Those of its node that run."""
+        """The running workers of its node."""
         return self.node.workers() if self.node is not None else []
 
 
 class Cluster:
-    """Everything that a drill starts; `close` ends it all."""
+    """All processes that a drill starts; `close` ends them."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class Cluster:
         program: DrilledProgram = BUNDLED_PROGRAM,
         hears_notices: bool = False,
     ) -> None:
-        """`flags` are the worker's; `num_workers` counts the workers of a node; by default they meet under c10d.
-        `hears_notices`: `give_notice` tells a node that it is taken away."""
+        """`flags` are the worker's; `num_workers` is per node; the default backend is c10d. `hears_notices`: nodes take
+        notices by --notices, from `give_notice`."""
         self.run_dir = run_dir
         self.watch = RunWatch(run_dir)
         self.network = network
@@ -97,12 +97,12 @@ class Cluster:
         self._looked_at = 0.0
         self._seen: list[Node] = []
         self._temporary = tempfile.TemporaryDirectory(prefix="elastic-train-nodes-")
-        """for what each torchrun leaves in TMPDIR, and who is killed cannot remove"""
+        """TMPDIR of the nodes: a torchrun that is killed cannot remove its files"""
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
     def start(self, place: Place) -> None:
-        """Start a node there; returns at once."""
+        """Start a node at a place; returns at once."""
         place.num_started += 1
         notices = self._notice_of(place)
         notices.unlink(missing_ok=True)  # of the node before
@@ -114,7 +114,7 @@ class Cluster:
         ]  # fmt: skip
         network = self.network
         if network is not None:
-            network.heal(place.index)  # not before: sockets of dead processes would say farewell after all
+            network.heal(place.index)  # not earlier: the sockets of dead processes would still send a FIN
         place.node = Node(
             command,
             self._record.path / f"{place.name}-{place.num_started}.log",
@@ -122,7 +122,7 @@ class Cluster:
             clean_environment()
             | self._program.environment
             | {PACE_VARIABLE: str(self._pace_file), "TMPDIR": self._temporary.name}
-            | {"NCCL_HOSTID": place.name},  # as a machine of its own: NCCL then has nodes share this one's GPU
+            | {"NCCL_HOSTID": place.name},  # NCCL takes each node for a machine, and so lets them share the GPU
             name=place.name,
             host=network.host_name(place.index) if network else None,
             prefix=[*dying_with_parent(), *(network.node_prefix(place.index) if network else ())],
@@ -136,7 +136,7 @@ class Cluster:
         return self._record.path / f"{place.name}-notice.json"
 
     def give_notice(self, place: Place, deadline: float) -> None:
-        """A node there is taken away at that time, in Unix seconds."""
+        """Give the node at a place notice that it is taken away at `deadline`, Unix seconds."""
         write_atomic(self._notice_of(place), json.dumps({"deadline": deadline, "reason": "trace"}).encode())
 
     def set_pace(self, seconds_per_sample: float) -> None:
@@ -145,7 +145,7 @@ class Cluster:
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def poll(self) -> list[Place]:
-        """Read the events and look after the nodes; returns those that have ended since the last call."""
+        """Read the events and the nodes' states; return the places whose nodes have ended since the last call."""
         self.watch.poll()
         is_time_to_look = time.monotonic() - self._looked_at > LOOK_SECONDS
         if is_time_to_look:
@@ -185,7 +185,7 @@ class Cluster:
         place.node, place.members, place.effect = None, (), None
 
     def is_in(self, place: Place) -> bool:
-        """Whether all workers of a node are in the newest world."""
+        """Return whether all workers of a node are in the newest world."""
         world = self.watch.world
         return (
             world is not None and len(place.members) == self._num_workers and set(place.members) <= set(world.members)
@@ -197,12 +197,12 @@ class Cluster:
 
     @property
     def inside(self) -> list[Place]:
-        """Nodes in the newest world that nothing is wrong with."""
+        """Healthy nodes in the newest world."""
         return [place for place in self.running if place.effect is None and self.is_in(place)]
 
     @property
     def hosting(self) -> list[Place]:
-        """The healthy node that hosts the c10d endpoint: of several addresses the first."""
+        """The node that hosts the c10d endpoint (of several addresses the first), if it is healthy."""
         assert isinstance(self.backend, C10d)
         if self.network is not None:
             return [place for place in self.inside if place.index == 0]
@@ -215,7 +215,7 @@ class Cluster:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every running node without an effect is in the newest world, and it has committed a step."""
+        """Whether all healthy nodes are in the newest world, which has only members of running nodes and a step."""
         world = self.watch.world
         if world is None or world.first_step_at is None:
             return False
@@ -224,9 +224,9 @@ class Cluster:
         return all(map(self.is_in, healthy)) and set(world.members) <= members
 
     def settle(self, num_nodes: int, num_steps: int, timeout: float) -> None:
-        """Wait until so many nodes train together, and then until they have committed so many steps more.
+        """Wait until `num_nodes` nodes train together, and then until they have committed `num_steps` more steps.
 
-        Raises: TooSlow naming what did not come about in `timeout` seconds, of the one or of the other.
+        Raises: TooSlow naming the one that took more than `timeout` seconds; each has its own.
         """
 
         def is_settled() -> bool:
@@ -249,7 +249,7 @@ class Cluster:
         return min(ranks, default=None)
 
     def last_words(self) -> str:
-        """What a node said of its end, and where the logs are."""
+        """The last error in the log of a node that reported one, and where the logs are."""
         for node in self._seen:
             lines = node.log.read_text(errors="replace").splitlines()
             errors = [line.split(": ", 2)[-1] for line in lines if line.startswith("elastic_train: error")]
@@ -260,7 +260,7 @@ class Cluster:
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def kill(self, places: Sequence[Place]) -> float:
-        """SIGKILL to every process of some nodes at once; they are gone when it returns. Returns when that began."""
+        """Kill every process of some nodes at once. They are gone when it returns; returns when the kill began."""
         nodes = [place.node for place in places if place.node is not None]
         began = kill_at_once(nodes)
         for place in places:
@@ -269,7 +269,7 @@ class Cluster:
         return began
 
     def leftovers(self) -> list[str]:
-        """What is left of all that was started, once it had ENDING_SECONDS to end; stops the backend."""
+        """Stop the backend and return what is left of all that was started, after at most ENDING_SECONDS each."""
         deadline = time.monotonic() + ENDING_SECONDS
         while True:
             processes = {process.pid: "a node" for process in self._strays()}
@@ -280,11 +280,11 @@ class Cluster:
         return [f"process {pid} of {name} still runs" for pid, name in sorted(processes.items())] + self.backend.stop()
 
     def _strays(self) -> list[psutil.Process]:
-        """Whatever came of the nodes and runs, those included whose parents are gone: a DataLoader's processes."""
+        """Running processes that the nodes started, also orphans: a DataLoader's processes, for example."""
         return processes_with(PACE_VARIABLE, str(self._pace_file))
 
     def close(self) -> None:
-        """End whatever still runs, all of it, though one of them may not go."""
+        """End everything that still runs, and go on if one end fails."""
         with ExitStack() as ends:
             ends.callback(self.backend.close)
             ends.callback(self._temporary.cleanup)

@@ -1,4 +1,4 @@
-"""What a drill does while its job runs: start the nodes, inject the planned faults, watch what comes of each."""
+"""What a drill does while its job runs: start the nodes, inject the planned faults, watch each recovery."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ START_LIMIT_SECONDS = 600.0
 PRECONDITION_LIMIT_SECONDS = 300.0
 END_LIMIT_SECONDS = 600.0
 FIRST_REST_SECONDS, REST_SECONDS = 10.0, 60.0
-"""until it is said how far the job is on the way to its end, and between two such lines"""
+"""until the first line about the job's way to its end, and between two such lines"""
 TROUBLE = (NotInjected, NetworkError, EtcdCallFailed, TooSlow, psutil.Error)
-"""what a fault may meet with on a machine, and no reason to end the drill"""
+"""errors by which an injection may fail without ending the drill"""
 
 
 class DrillFailed(ElasticTrainError):
-    """The drill could not be carried out; says nothing about the job."""
+    """The drill could not be carried out; this is no verdict on the job."""
 
 
 class Conductor:
-    """Goes through the schedule while the job runs."""
+    """Runs the schedule while the job runs."""
 
     def __init__(self, settings: Settings, cluster: Cluster, record: Record, timeline: Timeline) -> None:
         self._settings, self._cluster = settings, cluster
@@ -44,7 +44,7 @@ class Conductor:
         self._plan = list(enumerate(settings.plan))
         self._injected: list[Fault] = []
         self._beginners = cluster.places
-        """those whose nodes are there before anything happens"""
+        """the places whose nodes run before the first fault"""
         self._due_since: float | None = None
         self._zero = 0.0
         self._pace: float | None = None
@@ -52,7 +52,7 @@ class Conductor:
         """Unix seconds, seconds per sample from then on"""
 
     def conduct(self) -> None:
-        """From the first node to the end of the last. Blocks."""
+        """Run the job from its first node to the end of the last. Blocks."""
         self._start()
         self._zero = time.monotonic()
         while self._goes_on() and not self._cluster.watch.is_finished:
@@ -88,7 +88,7 @@ class Conductor:
         log(f"{len(self._beginners)} of {len(cluster.places)} nodes train, step {cluster.watch.step}")
 
     def _hint(self) -> str:
-        """What a script may lack that trains elsewhere than in the drill's run directory, or not at all."""
+        """What a script may lack if no worker wrote into the drill's run directory."""
         if self._settings.program.is_bundled or self._cluster.watch.names:
             return ""
         script = self._settings.program.words[-1]
@@ -103,11 +103,11 @@ class Conductor:
     # --- faults -------------------------------------------------------------------------------------------------------
 
     def _goes_on(self) -> bool:
-        """Whether there is something to do, or to wait for, and somebody to do it to."""
+        """Return whether faults are planned or open, and a node runs."""
         return bool((self._plan or self._open) and self._cluster.running)
 
     def _do_what_is_due(self, seconds: float) -> None:
-        """So long after the beginning."""
+        """Inject the next fault if it is due, `seconds` after the first settled world."""
         if not self._plan or seconds < self._plan[0][1].at:
             return
         number, planned = self._plan[0]
@@ -126,7 +126,7 @@ class Conductor:
         self._due_since = None
 
     def _replace_lost(self, fault: Fault) -> None:
-        """On a machine that is too busy, nodes are expelled that no fault touched: start one where a fault needs it.
+        """Start a node if the fault needs one more: an overloaded machine may cause the loss of nodes without a fault.
         The audit reports them."""
         cluster = self._cluster
         if cluster.is_settled and cluster.vacant and not self._open and len(cluster.inside) < fault.least_nodes():
@@ -157,7 +157,7 @@ class Conductor:
             evidence = fault.inject()
         except TROUBLE as error:
             self._skip(fault, str(error))
-            self._try_undo(fault)  # it may have been done in part
+            self._try_undo(fault)  # it may have been injected in part
             for place in fault.targets:
                 place.effect = None
             return
@@ -193,7 +193,7 @@ class Conductor:
             self._fail(fault, _not_back(fault, now))
 
     def _undo(self, fault: Fault) -> None:
-        """Once, whatever comes of it."""
+        """Undo a fault, only once, even if that fails."""
         fault.is_undone = True
         if self._try_undo(fault):
             fault.undone_at_step = self._cluster.watch.step
@@ -209,7 +209,7 @@ class Conductor:
         return True
 
     def _fail(self, fault: Fault, reason: str) -> None:
-        """The job did not recover from it; nor is it to get into the way of what comes next."""
+        """Record that the job did not recover, and close the fault, so that it does not block the next one."""
         self._timeline.log(f"{fault.name}: {reason}")
         self._record.fault("recovered", fault.number, seconds=None, reason=reason)
         if fault.has_to_be_undone:
@@ -234,9 +234,9 @@ class Conductor:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Let the job reach its end: that of a job that is not the drill's may be far."""
+        """Wait until every node has ended, or no step came for too long. Log how far a user's job is from its end."""
         cluster, log, last_step = self._cluster, self._timeline.log, self._settings.last_step
-        if last_step is None:  # a script knows it itself
+        if last_step is None:  # of a user's job only its events tell it
             with contextlib.suppress(RunDirectoryError):
                 last_step = read_status(self._settings.run_dir, time.time()).last_step
         began, first = time.monotonic(), cluster.watch.step
@@ -266,13 +266,13 @@ class Conductor:
             self._set_pace_by_rate(self._settings.job.rate_at(self._cluster.watch.step, last))
 
     def _release(self) -> None:
-        """To the end without pauses: the faults are through. A job with a length of its own keeps its pace."""
+        """Let the job run without pauses after the last fault. A job with a fixed number of steps keeps its pace."""
         if self._settings.job.num_steps is None:
             self._set_pace(0.0)
             self._record.add_setting(released=time.time())
 
     def _set_pace_by_rate(self, steps_per_second: float) -> None:
-        """That rate with all nodes; fewer are slower, as with real work."""
+        """Set the pace that gives this rate with all nodes; fewer nodes are slower, as in real training."""
         workers = self._settings.num_nodes * self._settings.num_workers
         self._set_pace(workers / (steps_per_second * self._settings.global_batch_size))
 
@@ -285,10 +285,10 @@ class Conductor:
 
 
 def _not_back(fault: Fault, now: float) -> str:
-    """In words, at a time (Unix seconds)."""
+    """Describe, at the time `now` (Unix seconds), that the target is not back."""
     return f"{fault.target} was not back {now - (fault.recovered_at or now):.0f} s after the others were through"
 
 
 def _rest(step: int, last_step: int | None) -> str:
-    """What is left of the job."""
+    """The step, and the steps that are left, in words."""
     return f"step {step}" + ("" if last_step is None else f" of {last_step}: {max(0, last_step - step)} left")

@@ -28,12 +28,12 @@ from elastic_train.world import host_name
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPTIONS = (KeyboardInterrupt, SystemExit)
-"""by Ctrl-C, and by the other ending signals"""
+"""raised by Ctrl-C, and by the other ending signals"""
 
 
 class _Ends(ExitStack):
-    """One that no second Ctrl-C breaks off: it would leave nodes and namespaces behind, and the commands that remove
-    them get it too."""
+    """An exit stack that ignores further signals while it ends the drill. A second Ctrl-C would leave nodes and
+    namespaces behind, and would also reach the commands that remove them."""
 
     def __exit__(self, *details: Any) -> bool | None:
         kept = {signum: signal.signal(signum, signal.SIG_IGN) for signum in ENDING_SIGNALS}
@@ -45,10 +45,10 @@ class _Ends(ExitStack):
 
 
 def run_drill(settings: Settings) -> bool:
-    """Carry it out and judge it; blocks for its whole length. Whether the audit passed.
+    """Run a drill and audit it; return whether the audit passed. Blocks for the whole drill.
 
     Raises:
-        DrillFailed: the job did not even start, or this machine lacks something.
+        DrillFailed: the job did not start, or this machine lacks something.
     """
     with _Ends() as ends:
         try:
@@ -78,7 +78,7 @@ def run_drill(settings: Settings) -> bool:
 
 
 def _conduct(settings: Settings, record: Record, network: Network | None, ends: ExitStack) -> None:
-    """The job, from its first process to its last; `ends` ends what an error leaves running."""
+    """Run the job from its first process to its last; `ends` ends what an error leaves running."""
     kind = "network namespaces" if network else "processes"
     record.add_setting(
         seed=settings.seed,

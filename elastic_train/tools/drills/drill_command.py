@@ -1,4 +1,4 @@
-"""From the command line of `elastic-train drill` to what the drill is to do; every check on a flag is here."""
+"""From the command line of `elastic-train drill` to the settings of the drill, with every check on a flag."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from elastic_train.wording import aligned
 
 TASK_FLAGS = ("--task", "--dataset", "--model")
 OWNED_FLAGS = ("--run-dir", "--fresh", "--snapshot-dir")
-"""flags of the worker that the drill sets itself, or that would spoil it"""
+"""flags of the worker that the drill sets itself, or that would break it"""
 EVERY_SECONDS = 5.0
 MOST_FAULTS = 100_000
-"""of a drill: of five seconds each they take six days"""
+"""per drill: one every five seconds takes six days"""
 SHARE_TRAINED = 0.8
-"""of a long schedule, about: the rest is incidents, and fewer nodes are slower"""
+"""approximate share of a long schedule in training: the rest is incidents, and fewer nodes are slower"""
 
 
 def list_faults() -> list[str]:
-    """One line for each fault there is, and for each job."""
+    """One line for each fault and for each job."""
     rows = []
     for name, kind in FAULTS.items():
         needs = " (needs network namespaces)" if kind.needs_network else ""
@@ -49,12 +49,12 @@ def list_faults() -> list[str]:
 
 
 def may_use_namespaces(arguments: argparse.Namespace) -> bool:
-    """Whether the nodes are to be network namespaces where this machine allows that."""
+    """Return whether the nodes should be network namespaces if this machine allows that."""
     return arguments.nodes_as != "processes" and arguments.rdzv_endpoint is None
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Raises UsageError naming the flag."""
+    """Return the settings that the flags ask for. Raises UsageError naming the flag."""
     program, given = read_program(arguments.flags, os.environ)
     is_bundled = program.is_bundled and not any(word.partition("=")[0] in TASK_FLAGS for word in given)
     if arguments.job is not None and not is_bundled:
@@ -85,7 +85,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     for word in given:
         if word.partition("=")[0] in OWNED_FLAGS:
             raise UsageError(f"{word}: the drill sets that itself")
-    # A script knows its flags itself.
+    # Only a user's script knows all its flags.
     known = flags if program.is_bundled else [f"--peer-timeout={value_of(flags, '--peer-timeout')}"]
     config = parse(known, own_flags(known))
     run_dir = arguments.run_dir or Path("runs") / f"drill-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -112,7 +112,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 
 def trace_of(arguments: argparse.Namespace) -> AvailabilityTrace | None:
-    """The trace that is to be replayed, if one is. Raises: UsageError."""
+    """Read the trace to replay, if there is one. Raises: UsageError."""
     if arguments.trace is None:
         if arguments.speed is not None:
             raise UsageError(f"--speed {arguments.speed:g}: is of a trace: it goes with --trace FILE")
@@ -125,7 +125,7 @@ def trace_of(arguments: argparse.Namespace) -> AvailabilityTrace | None:
 
 
 def _require_first_node(path: Path, trace: AvailabilityTrace) -> None:
-    """Raises: UsageError where somebody else is to begin the job anew."""
+    """Raises: UsageError: after all nodes are gone, the job would have to begin without the trace's first node."""
     for at, nodes in trace.new_beginnings:
         if trace.nodes[0] not in nodes:
             raise UsageError(
@@ -135,9 +135,9 @@ def _require_first_node(path: Path, trace: AvailabilityTrace) -> None:
 
 
 def _why_no_network(arguments: argparse.Namespace) -> str | None:
-    """What this machine lacks for nodes that are network namespaces, where they may be.
+    """What this machine lacks for nodes that are network namespaces; None if nothing, or if the flags exclude them.
 
-    Raises: UsageError where they must be, and cannot.
+    Raises: UsageError: the flags require them, and they do not work, or flags do not fit together.
     """
     if arguments.rdzv_endpoint is not None and arguments.backend != Etcd3.name:
         raise UsageError("--rdzv-endpoint: of an etcd cluster; it goes with --backend etcd3")
@@ -150,7 +150,7 @@ def _why_no_network(arguments: argparse.Namespace) -> str | None:
 
 
 def num_steps(plan: Sequence[Planned], job: DrillJob, *, is_long: bool) -> int:
-    """Of one of the drill's own jobs, so that it lasts as long as the schedule, unless it has a length of its own."""
+    """The steps of a bundled job, so that it lasts as long as the schedule; or the job's own number of steps."""
     if job.num_steps is not None:
         return job.num_steps
     steps = int(max(10.0, plan[-1].at) * job.spare * job.steps_per_second * (SHARE_TRAINED if is_long else 1.0))
@@ -183,14 +183,14 @@ def plan_of(arguments: argparse.Namespace, seed: int, has_network: bool) -> list
 
 
 def _require_available(names: Iterable[str], backend: str, has_network: bool) -> None:
-    """Raises UsageError naming the first fault that this drill cannot do."""
+    """Raises: UsageError: naming the first fault that this drill cannot inject."""
     for name in sorted(set(names)):
         if (why_not := _why_not(name, backend, has_network)) is not None:
             raise UsageError(f"{name}: {why_not}")
 
 
 def _why_not(name: str, backend: str, has_network: bool) -> str | None:
-    """Why this drill cannot do a fault; None if it can. May have to try it, which takes a moment."""
+    """Why this drill cannot inject a fault; None if it can. It may try the fault, which takes a moment."""
     kind = FAULTS[name]
     if kind.backend not in (None, backend):
         return f"goes with --backend {kind.backend} only"
@@ -200,9 +200,9 @@ def _why_not(name: str, backend: str, has_network: bool) -> str | None:
 
 
 def default_flags(program: DrilledProgram, last_step: int | None, job: DrillJob) -> list[str]:
-    """Of what the nodes run, before the user's own, which win."""
+    """The default flags of the program on the nodes; the user's flags come after them and win."""
     common = ["--ledger", "--no-progress", "--peer-timeout", "5", "--snapshot-every", str(job.snapshot_every)]
     if not program.is_bundled:
-        return common  # which steps it computes itself, no flag can order
+        return common  # a script may compute steps itself, which no flag can order
     bundled = ["--task", BUNDLED_TASK, "--epochs", "1000000", "--max-steps", str(last_step)] if last_step else []
     return [*bundled, "--reduction", "ordered", "--eval-every", "1000000", *common, *job.flags]

@@ -1,4 +1,4 @@
-"""The faults of what nodes need: a network of their own (silence, loss, a slow line), room on a disk, etcd."""
+"""The faults of a node's environment: its network (silence, loss, a slow line), the disk, etcd."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from elastic_train.tools.drills.nodes import wait_until
 LOST_SHARE = 0.2
 SLOW_RATE = "2mbit"
 EFFECT_SECONDS = 10.0
-"""within which some packet comes or goes, a heartbeat at least"""
+"""time limit for a first affected packet: a heartbeat at least comes or goes"""
 SNAPSHOT_SECONDS = 90.0
-"""within which a snapshot must be due"""
+"""time limit for a snapshot to become due"""
 
 
 class Partition(Absence):
@@ -59,7 +59,7 @@ class PowerLoss(Silence):
 
     def inject(self) -> str:
         self.network.pull_cable(self.place.index)
-        self.cluster.kill(self.targets)  # it comes back with its cable when it joins
+        self.cluster.kill(self.targets)  # a later join heals its network
         return "port down, processes gone"
 
 
@@ -78,7 +78,7 @@ class PacketLoss(Disturbance):
         return f"{LOST_SHARE:.0%} of what comes in is dropped, the first packet after {seconds:.2f} s"
 
     def may_take(self) -> list[Place]:
-        """TCP doubles its wait at every loss of the same packet: by chance a node is silent for --peer-timeout."""
+        """The target: TCP doubles its wait at each loss of the same packet, so a node may exceed --peer-timeout."""
         return self.targets
 
     def undo(self) -> None:
@@ -101,7 +101,7 @@ class SlowLink(PacketLoss):
 
 
 def _seconds_until(count: Callable[[int], int], place: Place, what: str) -> float:
-    """How long it took to the first packet. Raises: TooSlow where what was done meets with none."""
+    """Wait for the first affected packet and return the seconds. Raises: TooSlow: no packet was affected."""
     started = time.monotonic()
     wait_until(lambda: count(place.index) > 0, what, EFFECT_SECONDS)
     return time.monotonic() - started
@@ -111,9 +111,9 @@ class DiskFull(Disturbance):
     name = "disk-full"
     says = "the disk of the node that writes snapshots is full when one is due; there is room again afterwards"
     holder = RANK_ZERO
-    needs_network = True  # with which nodes have mounts of their own
+    needs_network = True  # then each node has its own mounts
     undo_after = 0.0
-    snapshots = 2  # the one that finds no room, and the next, which does
+    snapshots = 2  # one that finds no room, and one that does
 
     @classmethod
     def why_not(cls) -> str | None:
@@ -133,7 +133,7 @@ class DiskFull(Disturbance):
         self._in_mounts("mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(snapshots))
 
         def warning() -> str | None:
-            """What the node has told of a snapshot that found no room."""
+            """The node's warning about a snapshot that found no room."""
             self.cluster.poll()
             for member, at, message in self.cluster.watch.warnings:
                 if member in self.members and at >= since and "No space left" in message:
@@ -145,16 +145,16 @@ class DiskFull(Disturbance):
         return str(wait_until(warning, "snapshot was due", SNAPSHOT_SECONDS))
 
     def undo(self) -> None:
-        with suppress(NotInjected):  # its node may be gone; `is_cleared` sees whether there is room
+        with suppress(NotInjected):  # the node may be gone; `is_cleared` checks whether there is room
             self._in_mounts("umount", "--lazy", str(self.cluster.run_dir / "snapshots"))
 
     def is_cleared(self) -> bool:
-        """Whether a snapshot was written since."""
+        """Return whether a snapshot was written since."""
         return any(info.step > (self.undone_at_step or 0) for info in self.newest_snapshots()[:1])
 
     def _in_mounts(self, *command: str) -> None:
-        """Raises: NotInjected with what the command said."""
-        # The pids go with its /proc, which `umount` reads.
+        """Run a command in the target's mount namespace. Raises: NotInjected with the command's error."""
+        # `umount` reads /proc, which needs the pid namespace too.
         prefix = ["nsenter", "--mount", "--pid", f"--target={self.workers()[0].pid}"]
         done = subprocess.run([*prefix, *command], capture_output=True, text=True, check=False)
         if done.returncode != 0:

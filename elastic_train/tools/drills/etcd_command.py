@@ -17,7 +17,7 @@ POLL_SECONDS = 0.2
 
 
 def serve_etcd(arguments: argparse.Namespace) -> int:
-    """Start the members, say how to use them, and end them all on SIGINT, SIGTERM or SIGHUP.
+    """Start the members, print how to use them, and end them all on SIGINT, SIGTERM or SIGHUP.
 
     Raises:
         EtcdMissing: there is no etcd on this machine. TooSlow: it does not become healthy.
@@ -37,7 +37,7 @@ def serve_etcd(arguments: argparse.Namespace) -> int:
 
 
 def describe(cluster: EtcdCluster, folder: Path) -> list[str]:
-    # One of its own: tries without one would all be the run of runs/default, and the second would go on with the first.
+    # An id of its own: without one each try would be the run of runs/default, and the second would continue the first.
     command = ["torchrun", "--rdzv-backend=etcd3", f"--rdzv-endpoint={cluster.endpoint}", "--rdzv-id=try-1"]
     size = len(cluster.members)
     spare = (size - 1) // 2
@@ -58,11 +58,11 @@ def pid_of(member: EtcdMember) -> int:
 
 
 def watch(cluster: EtcdCluster, is_over: Callable[[], bool]) -> None:
-    """Until `is_over()`; says when a member has ended, or when all have and nothing is left to wait for."""
+    """Block until `is_over()`, or until all members have ended. Prints when a member has ended."""
     alive = list(cluster.members)
     while alive and not is_over():
         for member in list(alive):
-            # Ctrl-C goes to the members of this terminal too.
+            # Ctrl-C in this terminal reaches the members too.
             if member.process is not None and member.process.poll() is not None and not is_over():
                 alive.remove(member)
                 left = f"{len(alive)} of {len(cluster.members)} are left"

@@ -1,4 +1,4 @@
-"""The faults that need nothing but processes: nodes die, hang, leave, join, and all start again."""
+"""The faults that need only processes: nodes die, hang, leave or join, or all start again."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from elastic_train.tools.drills.nodes import wait_until
 
 
 class Kill(Fault):
-    """A signal to nodes, or to one process of a node; each row of KILLS is a kind of its own."""
+    """A signal to nodes, or to one process of a node; each row of KILLS is a subclass."""
 
     victim: str | None = None
-    """`worker` or `agent`; None: all that its nodes have"""
+    """`worker` or `agent`; None: every process of its targets"""
     signum = signal.SIGKILL
 
     def inject(self) -> str:
@@ -79,14 +79,14 @@ class KillAgain(Fault):
         return f"the second died {seconds * 1000:.0f} ms after the first, {when}"
 
     def _has_stepped(self) -> bool:
-        """Whether a step was committed without the first, and with the second."""
+        """Return whether a step was committed without the first node and with the second."""
         self.cluster.watch.poll()
         world = self.cluster.watch.world
         return world is not None and self.has_stepped_anew() and not set(world.members).isdisjoint(self.members)
 
 
 class Freeze(Fault):
-    """SIGSTOP to a node's workers, and SIGCONT."""
+    """SIGSTOP to a node's workers, and SIGCONT to undo it."""
 
     def inject(self) -> str:
         workers = self.workers()
@@ -134,7 +134,7 @@ class Slow(Disturbance):
         for worker in self.place.workers():
             with contextlib.suppress(psutil.NoSuchProcess):
                 with contextlib.suppress(psutil.AccessDenied):
-                    worker.nice(psutil.Process().nice())  # as the drill itself, from which it had it
+                    worker.nice(psutil.Process().nice())  # the drill's own value, which it had inherited
                 worker.cpu_affinity(psutil.Process().cpu_affinity())
 
 
@@ -185,7 +185,7 @@ class KillAll(Fault):
     def start_again(self) -> str:
         cluster = self.cluster
         cluster.watch.forget_world()
-        first = cluster.places[0]  # under c10d only the node at the first address begins a job
+        first = cluster.places[0]  # under c10d only the node at the first address can begin a job
         others = [place for place in self.targets if place is not first]
         for place in [first, *others][: len(self.targets)]:
             cluster.start(place)

@@ -1,7 +1,7 @@
-"""What every fault of a drill is: it says when it may be injected, does it, knows when it is over, and is undone.
+"""The base of all faults of a drill.
 
-A fault is injected once (`inject`, which returns what shows that it really was). It says what it waits for (`not_yet`)
-and when the job has recovered from it (`is_over`). What has to be put right again, it puts right in `undo`.
+A fault is injected once by `inject`, which returns the evidence that it happened. `not_yet` names the precondition that
+is missing, and `is_over` tells whether the job has recovered. `undo` reverts what does not end by itself.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ RECOVERY_LIMIT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class OneNode:
-    """That which alone does something."""
+    """A role that only one node has."""
 
     does: str
     find: Callable[[Cluster], list[Place]]
-    """that node, if it is healthy"""
+    """returns that node if it is healthy, else nothing"""
 
 
 RANK_ZERO = OneNode("has rank 0", lambda cluster: [one for one in cluster.inside if cluster.rank_of(one) == 0])
@@ -40,33 +40,33 @@ ENDPOINT_HOST = OneNode("hosts the endpoint", lambda cluster: cluster.hosting)
 
 
 class NotInjected(Exception):
-    """A fault found that it could not do what it is for; the message says why."""
+    """A fault could not be injected; the message says why."""
 
 
 class Fault:
-    """Base of all: the class is a kind of fault, an instance one that is injected and watched."""
+    """Base of all: a subclass is a kind of fault, an instance is one that is injected and watched."""
 
     name: str
     says: str
     """one line for --list"""
     size = -1
-    """by how much it changes the number of nodes"""
+    """the change in the number of nodes"""
     needs_company = False
     """whether it has no effect on a node that trains alone"""
     needs_network = False
     """whether its nodes must be network namespaces"""
     holder: OneNode | None = None
-    """it is for that node and no other"""
+    """the role of its target; None: any node"""
     backend: str | None = None
-    """the only one that it goes with; None: any"""
+    """the only backend that it works with; None: any"""
     undo_after: float | None = None
     """seconds to `undo`: from the recovery, or without `changes_world` from the end of `inject`; None: never"""
     snapshots = 0
-    """that are written while it lasts"""
+    """the number of snapshots that are due while it lasts"""
     effects: frozenset[Effect] = frozenset()
-    """what the audit has to know of it"""
+    """what the audit has to allow for or check"""
     changes_world = True
-    """whether a new generation is what it leads to"""
+    """whether it leads to a new generation"""
 
     def __init__(
         self,
@@ -78,19 +78,19 @@ class Fault:
         standstill: float = 0.0,
         targets: list[Place] | None = None,
     ) -> None:
-        """`peer_timeout` is the worker's flag, in seconds; `standstill` are those that the job may be without a step by
-        itself; `number` counts the faults of a drill from 0. Without `targets` it chooses them."""
+        """`peer_timeout` is the worker's flag, in seconds; `standstill` the seconds that the job without a fault may be
+        without a step; `number` counts the faults of a drill from 0. Without `targets`, `choose` finds them."""
         self.cluster, self.rng, self.number = cluster, rng, number
         self.peer_timeout, self.standstill = peer_timeout, standstill
         self.targets = targets or []
         self.detail = ""
-        """what it was done to, where that is not the targets"""
+        """the target in words, where it is not a node"""
         self.generation = -1
-        """of the world that it met"""
+        """of the world into which it was injected"""
         self.members: tuple[str, ...] = ()
-        """of the targets before it"""
+        """the targets' members at the injection"""
         self.injected_at = self.in_force_at = 0.0
-        """Unix seconds when its injection began, and when that was through: what passes lasts from then on"""
+        """Unix seconds when the injection began, and when it was complete: a Disturbance lasts from then on"""
         self.recovered_at: float | None = None
         self.is_undone = self.is_closed = False
         self.undone_at_step: int | None = None
@@ -114,24 +114,24 @@ class Fault:
     def has_to_be_undone(self) -> bool:
         return self.undo_after is not None and not self.is_undone
 
-    # --- what kinds do in ways of their own ---------------------------------------------------------------------------
+    # --- overridden by kinds of faults --------------------------------------------------------------------------------
 
     @classmethod
     def why_not(cls) -> str | None:
-        """What else it needs that this machine lacks; None if it lacks nothing."""
+        """What else it needs that this machine lacks; None if nothing."""
         return None
 
     @classmethod
     def least_nodes(cls) -> int:
-        """How many healthy ones there must be."""
+        """The least number of healthy nodes."""
         return max(1 - cls.size, 2 if cls.needs_company else 1)
 
     def limit_seconds(self) -> float:
-        """From the injection to the next step, at most."""
+        """The most seconds from the injection to the next step."""
         return RECOVERY_LIMIT_SECONDS + self.standstill
 
     def not_yet(self) -> str | None:
-        """What it waits for; None when it may be injected."""
+        """The missing precondition; None when the fault may be injected."""
         if not self.cluster.is_settled:
             return "the world is not settled"
         if len(self.cluster.inside) < self.least_nodes():
@@ -141,39 +141,39 @@ class Fault:
         return None
 
     def choose(self) -> list[Place]:
-        """The nodes that it is for. Raises NotInjected."""
+        """Choose the targets. Raises NotInjected."""
         if self.holder is not None:
             return self.holder.find(self.cluster)
         return self.rng.sample(self.cluster.inside, max(1, -self.size))
 
     def inject(self) -> str:
-        """Do it; returns what shows that it happened. Raises NotInjected."""
+        """Inject the fault and return the evidence that it happened. Raises NotInjected."""
         raise NotImplementedError
 
     def may_take(self) -> list[Place]:
-        """The nodes that the job may lose by it; the audit reports every other that is lost."""
+        """The nodes that the job may lose by the fault; the audit reports the loss of any other."""
         return self.targets
 
     def is_over(self) -> bool:
-        """Whether a step was committed that this fault stood in the way of: here, in a world without the targets."""
+        """Return whether a step was committed that the fault delayed: here, one in a world without the targets."""
         world = self.cluster.watch.world
         return world is not None and self.has_stepped_anew() and not set(world.members) & set(self.members)
 
     def undo(self) -> None:
-        """Put right what can be."""
+        """Revert the fault as far as possible."""
 
     def is_cleared(self) -> bool:
-        """Whether nothing of it is left, so that the job may be counted as healthy again."""
+        """Return whether no effect is left, so that the job counts as healthy again."""
         return True
 
     def why_never(self) -> str | None:
-        """Why what is to follow cannot come any more; None while it may."""
+        """Why the target can never come back; None while it may."""
         return None
 
-    # --- what they have in common -------------------------------------------------------------------------------------
+    # --- common to all kinds ------------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """What the record of the drill says of one that was injected."""
+        """The fields of its `injected` line in the drill's record."""
         return {
             "name": self.name,
             "target": self.target,
@@ -184,45 +184,45 @@ class Fault:
         }
 
     def has_stepped_anew(self) -> bool:
-        """Whether a later generation, of any members, has committed a step."""
+        """Return whether a later generation, of any members, has committed a step."""
         world = self.cluster.watch.world
         return world is not None and world.generation > self.generation and world.first_step_at is not None
 
     def workers(self) -> list[psutil.Process]:
-        """The target's that run; not empty. Raises: NotInjected where none is left."""
+        """The running workers of the target, at least one. Raises: NotInjected: none is left."""
         if not (found := self.place.workers()):
             raise NotInjected("it had no worker any more")
         return found
 
     def agent(self) -> psutil.Process:
-        """The target's. Raises: NotInjected where it has ended."""
+        """The agent of the target. Raises: NotInjected: it has ended."""
         agent = self.place.node.agent() if self.place.node is not None else None
         if agent is None:
             raise NotInjected("its agent had ended")
         return agent
 
     def newest_snapshots(self) -> list[SnapshotInfo]:
-        """Newest first."""
+        """The snapshots of the run, newest first."""
         from elastic_train.storage.snapshot import find_snapshots
 
         return find_snapshots(self.cluster.run_dir / "snapshots", warn=lambda _: None)
 
 
 class Silence(Fault):
-    """A node says nothing any more, and nobody can tell whether it lives."""
+    """A node falls silent, and the other nodes cannot tell whether it lives."""
 
     def limit_seconds(self) -> float:
         return 3 * self.peer_timeout + super().limit_seconds()
 
     def choose(self) -> list[Place]:
-        """Under c10d, of two nodes the one with the higher rank: where the other is silent it waits for that one."""
+        """Choose a node; of two nodes under c10d the one with the higher rank, which would wait for a silent other."""
         found = sorted(self.cluster.inside, key=lambda place: self.cluster.rank_of(place) or 0)
         has_arbiter = self.cluster.backend.name != C10d.name
         return [self.rng.choice(found[1:] if len(found) == 2 and not has_arbiter else found)]
 
 
 class Absence(Silence):
-    """Silence that ends: the node finds out that it was left out, and comes back in its own processes."""
+    """Silence that ends: the node learns that it was left out, and comes back with the same processes."""
 
     size = 0
     needs_company = True
@@ -237,12 +237,12 @@ class Absence(Silence):
     def why_never(self) -> str | None:
         if self.place.is_running:
             return None
-        self.cluster.watch.poll()  # at the end of the job all may go
+        self.cluster.watch.poll()  # at the end of the job every node may end
         return None if self.cluster.watch.is_finished else f"{self.place.name} ended instead of coming back"
 
 
 class Disturbance(Fault):
-    """Something that passes: the job goes on with everybody, or has recovered, when it is undone."""
+    """A fault that passes: the job keeps all its nodes, and recovers at the latest when the fault is undone."""
 
     size = 0
     undo_after = 3.0
@@ -256,5 +256,5 @@ class Disturbance(Fault):
 
 
 def wait_gone(process: psutil.Process) -> None:
-    """Raises: TooSlow where it does not end."""
+    """Wait until a process has ended. Raises: TooSlow after 10 seconds."""
     wait_until(lambda: not is_running(process), f"end of process {process.pid}", 10.0)

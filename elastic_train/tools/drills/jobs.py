@@ -1,4 +1,4 @@
-"""The jobs that a drill has of its own: the paced one, and the same busy as real jobs are, scaled to two minutes."""
+"""The bundled jobs of a drill: the paced one, and variants as busy as real jobs are, scaled to two minutes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 BUNDLED_TASK = "elastic_train.tools.drills.task:PacedDigits"
 SHORT = ("--peer-timeout", "2")
-"""a fifth of the default, and so is what keeps a job busy"""
+"""a fifth of the default; the busy times of the jobs are scaled by the same factor"""
 
 
 SLOW_SHARE = 0.1
-"""of its steps a second, when a job has nearly reached its end and faults are late"""
+"""share of its rate at which a job waits for late faults when it has nearly reached its end"""
 SLOW_FROM = 0.9
-"""share of the steps from which on it waits for the faults"""
+"""share of the steps after which it waits"""
 
 
 @dataclass(frozen=True)
@@ -21,33 +21,33 @@ class DrillJob:
 
     says: str
     flags: tuple[str, ...] = ()
-    """of the worker, beside those that every job has"""
+    """flags of the worker, besides those of every job"""
     busy: tuple[str, ...] = ()
-    """of the nodes alone: what they spend time with, on which the weights do not depend"""
+    """flags of the nodes only: they cost time, and the weights do not depend on them"""
     steps_per_second: float = 20.0
-    """of all nodes, while faults are still to come"""
+    """with all nodes, while faults are still to come"""
     standstill: float = 0.0
-    """seconds that it may be without a step by itself"""
+    """seconds that it may be without a step though there is no fault"""
     snapshot_every: int = 100
     """steps"""
     num_nodes: int = 4
     num_steps: int | None = None
-    """that it has at its pace, whenever the last fault is; None: as many as the schedule takes, the rest unpaced"""
+    """steps at its pace, whenever the last fault is; None: as many as the schedule takes, the rest unpaced"""
     hears_notices: bool = False
-    """a trace's notice is one of --notices, with its deadline; else it is SIGTERM"""
+    """whether a trace's notice comes by --notices, with its deadline; else it is SIGTERM"""
 
     @property
     def _can_wait(self) -> bool:
-        """A tenth of its pace must not be taken for a standstill."""
+        """Whether the job may slow down for late faults: a tenth of its pace must not look like a standstill."""
         return self.num_steps is None and self.steps_per_second > 1.0
 
     @property
     def spare(self) -> float:
-        """Steps that it has for one of its schedule. Without faults to come it makes those that are left at once."""
+        """Steps of the job per step of the schedule. After the last fault it runs the remaining ones without pauses."""
         return 1.2 if self._can_wait else 2.5
 
     def rate_at(self, step: int, last_step: int) -> float:
-        """Steps a second while faults are still to come."""
+        """Steps per second while faults are still to come."""
         waits = self._can_wait and step >= SLOW_FROM * last_step
         return self.steps_per_second * (SLOW_SHARE if waits else 1.0)
 

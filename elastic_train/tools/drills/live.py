@@ -1,4 +1,4 @@
-"""What a person sees of a drill: a line per event, and in a terminal the timeline of the nodes below them."""
+"""The output of a drill: a line per event, and in a terminal the timeline of the nodes below the lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 COLUMNS = 60
-"""of the timeline"""
+"""width of the timeline"""
 MARKS = {
     NodeState.STARTING: ("░", "cyan"),
     NodeState.IN: ("█", "green"),
@@ -27,10 +27,10 @@ MARKS = {
 
 
 class Timeline:
-    """A context manager: shows what goes on in a cluster. Without a terminal it prints the lines alone."""
+    """A context manager that shows the state of a cluster. Without a terminal it prints only the lines."""
 
     def __init__(self, cluster: Cluster, *, last_step: int | None, seconds: float, file: TextIO | None = None) -> None:
-        """`seconds`: what the whole drill is expected to take; the timeline's columns are a share of it."""
+        """`seconds`: the expected length of the drill, which the timeline's columns divide."""
         self._cluster, self._last_step = cluster, last_step
         self._file = file or sys.stdout
         self._started = time.monotonic()
@@ -67,7 +67,7 @@ class Timeline:
             print(text, file=self._file, flush=True)
 
     def refresh(self) -> None:
-        """Call some times a second."""
+        """Update the timeline; to be called several times per second."""
         column = int(self.elapsed / self._column_seconds)
         for place in self._cluster.places:
             states = self._columns[place.name]
@@ -97,5 +97,5 @@ class Timeline:
             state = self._cluster.state_of(place)
             label = f"{state}" + (f", rank {rank}" if rank is not None and state is NodeState.IN else "")
             grid.add_row(Text(place.name), bar, Text(label, style=MARKS[state][1]))
-        # Not the grid's own title, which would be wrapped to the width of the grid.
+        # Not the grid's own title, which is wrapped to the width of the grid.
         return Group(Text(f"{self.elapsed:.0f} s, {told}, {step}{loss}", no_wrap=True, overflow="ellipsis"), grid)

@@ -1,9 +1,9 @@
 """Network namespaces as nodes: an address, a host name, pids and shared memory of their own.
 
 A node in one of them can lose its network or its power (silence, with no FIN and no RST), and not only its processes.
-All of them hang on one bridge in a namespace of its own, so that nothing touches the machine's network and two drills
-do not meet. Needs root, which may be that of a user namespace, `ip` and `unshare`; loss and a slow line need `tc`, and
-a kernel that has what they ask it for.
+All of them hang on one bridge in a namespace of its own: nothing touches the machine's network, and two drills do not
+reach each other. It needs root (also of a user namespace), `ip` and `unshare`. Packet loss and a slow line need `tc`,
+and a kernel with its queueing disciplines.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ HUB_ADDRESS = f"{SUBNET}.1"
 NAMESPACES = Path("/run/netns")
 """where `ip netns` keeps them"""
 PREFIX = "et"
-"""of their names, before the pid of who made them"""
+"""of the namespaces' names, before the pid of the drill"""
 NOBODY = "02:00:00:00:00:00"
-"""a hardware address that no node has: what is sent there is lost without a word"""
+"""a hardware address that no node has: packets to it are lost silently"""
 
-# `ip netns exec` leads into the network; unshare gives the rest. --kill-child: the node ends with the first process.
+# `ip netns exec` enters the network; unshare makes the rest. --kill-child: the node ends with its first process.
 _ENTER = (
     'mount --bind "$1" /etc/hosts && hostname "$2" && mount -t tmpfs -o mode=1777 tmpfs /dev/shm'
     ' && shift 2 && exec "$@"'
@@ -37,7 +37,7 @@ _ENTER = (
 
 
 class NetworkError(Exception):
-    """A command of the network failed; the message has it and what it said."""
+    """A command of the network failed; the message has the command and its error."""
 
 
 class Network:
@@ -46,7 +46,7 @@ class Network:
     def __init__(self, num_nodes: int, aliases: Sequence[str] = ()) -> None:
         """`aliases` are further names of the first nodes, one each.
 
-        Raises NetworkError where this machine does not allow it; nothing is left then.
+        Raises NetworkError if this machine does not allow it; nothing is left then.
         """
         self._prefix = f"{PREFIX}{os.getpid()}"
         self._made: list[str] = []
@@ -54,7 +54,7 @@ class Network:
         self.num_nodes = num_nodes
         self._aliases = aliases
         self._shaped: dict[int, list[list[str]]] = {}
-        """commands that undo what was done to a node's line"""
+        """node -> commands that undo what was done to its line"""
         try:
             _sweep()
             self._make_hub()
@@ -66,7 +66,7 @@ class Network:
 
     @staticmethod
     def why_not() -> str | None:
-        """Why this machine has no namespaces for us; None if it has."""
+        """Why this machine allows no namespaces; None if it does."""
         missing = [name for name in ("ip", "unshare", "mount", "hostname") if shutil.which(name) is None]
         if missing:
             return f"no {' and '.join(missing)} here"
@@ -76,8 +76,8 @@ class Network:
 
     @classmethod
     def why_no(cls, injection: Callable[[Network], object]) -> str | None:
-        """Why that cannot be done to node 0 of a network made for it; None if it can. A kernel may lack what a rule
-        asks for, though the command is there."""
+        """Why `injection` fails on node 0 of a new network; None if it works. The kernel may lack what a rule needs,
+        even if the command is installed."""
         try:
             with contextlib.closing(cls(1)) as network:
                 injection(network)
@@ -86,11 +86,11 @@ class Network:
         return None
 
     def hub_prefix(self) -> list[str]:
-        """Runs a command on the bridge's own address, off all nodes."""
+        """A prefix that runs a command at the bridge's own address, outside of all nodes."""
         return self._inside("hub")
 
     def node_prefix(self, index: int) -> list[str]:
-        """Runs a command as node `index`; its first process takes all others along when it is killed."""
+        """A prefix that runs a command as node `index`; all its processes die with the first one."""
         hosts = str(self._folder / "hosts")
         unshare = ["unshare", "--uts", "--pid", "--mount", "--ipc", "--fork", "--kill-child", "--mount-proc"]
         enter = ["sh", "-c", _ENTER, "enter", hosts, self.host_name(index)]
@@ -101,7 +101,7 @@ class Network:
 
     @property
     def addresses(self) -> list[str]:
-        """Of all nodes, the first one's first."""
+        """The addresses of all nodes, in order."""
         return [self.address(index) for index in range(self.num_nodes)]
 
     def host_name(self, index: int) -> str:
@@ -113,11 +113,11 @@ class Network:
         _ip("-n", self._name("hub"), "link", "set", f"veth{index}", "down")
 
     def drop_outgoing(self, index: int) -> None:
-        """What the node sends is lost; it still hears the others."""
+        """Drop what the node sends; it still receives."""
         self.hide(index, {HUB_ADDRESS, *self.addresses} - {self.address(index)})
 
     def hide(self, index: int, addresses: Collection[str]) -> None:
-        """Let a node believe that these addresses are that of no machine."""
+        """Have a node send packets for these addresses to a hardware address that does not exist."""
         for address in addresses:
             to = ("to", address, "lladdr", NOBODY, "nud", "permanent", "dev", "eth0")
             _ip("-n", self._name(index), "neigh", "replace", *to)
@@ -126,11 +126,11 @@ class Network:
         _ip("-n", self._name("hub"), "link", "set", f"veth{index}", "master", bridge, "up")
 
     def drop_some(self, index: int, share: float) -> None:
-        """A share of the packets that come in is lost."""
+        """Drop a share of the packets to the node."""
         self._shape(index, "hub", f"veth{index}", "netem", "loss", f"{share:.2%}")
 
     def slow_down(self, index: int, rate: str) -> None:
-        """The node sends no faster than `rate`, e.g. `2mbit`."""
+        """Limit what the node sends to `rate`, e.g. `2mbit`."""
         self._shape(index, index, "eth0", "tbf", "rate", rate, "burst", "32k", "latency", "400ms")
 
     def num_dropped(self, index: int) -> int:
@@ -142,14 +142,14 @@ class Network:
         return self._counted("overlimits", index, "eth0")
 
     def heal(self, index: int) -> None:
-        """Whatever was done to the node's network is undone."""
+        """Undo everything that was done to the node's network."""
         self.plug_in(index)
         _ip("-n", self._name(index), "neigh", "flush", "dev", "eth0", "nud", "permanent")
         for command in self._shaped.pop(index, []):
             _run(command)
 
     def can_reach(self, index: int, address: str = HUB_ADDRESS, *, seconds: float = 1.0) -> bool:
-        """Whether a TCP connection attempt of the node is answered, with an RST at least, within `seconds`."""
+        """Return whether a TCP connection attempt of the node gets an answer, if only an RST, within `seconds`."""
         attempt = (
             "import socket, sys\n"
             f"s = socket.socket(); s.settimeout({seconds})\n"
@@ -198,7 +198,7 @@ class Network:
         return ["ip", "netns", "exec", self._name(which), *command]
 
     def _shape(self, index: int, which: int | str, device: str, *how: str) -> None:
-        """Queue what goes out of a device so, until `heal(index)`."""
+        """Set the queueing discipline of a device's output, until `heal(index)`."""
         at = ("dev", device, "root")
         _run(self._inside(which, "tc", "qdisc", "add", *at, *how))
         self._shaped.setdefault(index, []).append(self._inside(which, "tc", "qdisc", "del", *at))
@@ -213,7 +213,7 @@ def _ip(*arguments: str) -> None:
 
 
 def _sweep() -> None:
-    """Remove the namespaces of drills that were killed before they could. Their processes died with them."""
+    """Remove the namespaces of drills that were killed before they removed them. Their processes died with them."""
     for path in NAMESPACES.glob(f"{PREFIX}*-*"):
         pid = path.name.removeprefix(PREFIX).partition("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
@@ -221,7 +221,7 @@ def _sweep() -> None:
 
 
 def _run(command: Sequence[str]) -> str:
-    """What it printed."""
+    """Run a command and return its output. Raises NetworkError."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:

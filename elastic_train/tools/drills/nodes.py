@@ -1,4 +1,4 @@
-"""Nodes on this machine: each a torchrun process of its own with its workers, ended by pid and never by name."""
+"""Nodes on this machine: each is a torchrun process with its workers, ended by pid and never by name."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ DROPPED_VARIABLES = (
     "COLUMNS=",
     "LINES=",
 )
-"""beginnings of `NAME=`"""
+"""prefixes of `NAME=`"""
 
 PORTS = (15000, 32000)
 """ip(7): ip_local_port_range begins at 32768"""
 
 
 class TooSlow(ElasticTrainError):
-    """Something did not come about in time."""
+    """A condition did not come true in time."""
 
 
 class Node:
     """One agent and its workers, in a session of their own.
 
-    `prefix` is a command that runs the rest of its arguments somewhere else, e.g. in a network namespace. With
-    `is_wrapped` its process stays and has the agent as its child, which it takes along when it is killed.
+    `prefix` is a command that runs its further arguments somewhere else, e.g. in a network namespace. With `is_wrapped`
+    its process stays as the parent of the agent, and the agent dies with it.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Node:
         is_wrapped: bool = False,
         terminal: int | None = None,
     ) -> None:
-        """`terminal` is the file descriptor of one that takes the output in the log's place."""
+        """`terminal` is the file descriptor of a terminal that gets the output instead of the log."""
         self.name = name or log.stem
         self.host = host or host_name()
-        """as its workers' events name it"""
+        """the host in its workers' events"""
         self.log = log
         self._is_wrapped = is_wrapped
         with log.open("wb") as file:
@@ -82,7 +82,7 @@ class Node:
         self._seen: dict[int, psutil.Process] = {}
 
     def agent(self) -> psutil.Process | None:
-        """The torchrun process; None where it has not started yet, or has ended."""
+        """The torchrun process; None if it has not started yet, or has ended."""
         process = self._first()
         if process is None or not self._is_wrapped:
             return process
@@ -91,14 +91,14 @@ class Node:
         return None
 
     def _first(self) -> psutil.Process | None:
-        """The process that was started; None once it has ended: its pid may be another's by then."""
+        """The process that was started; None once it has ended, for its pid may be reused."""
         with contextlib.suppress(psutil.NoSuchProcess):
             if self.process.poll() is None:
                 return psutil.Process(self.process.pid)
         return None
 
     def workers(self) -> list[psutil.Process]:
-        """Its worker processes that run, in the order of their start."""
+        """The running worker processes, in the order of their start."""
         agent = self.agent()
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in agent.children() if agent is not None else ():
@@ -106,21 +106,21 @@ class Node:
         return [child for child in self._seen.values() if is_running(child)]
 
     def member_of(self, worker: psutil.Process, names: Sequence[str]) -> str | None:
-        """The one of `names` (`host/local_rank/pid`) that a worker of this node has in the events."""
+        """The name (`host/local_rank/pid`, one of `names`) that a worker of this node has in the events."""
         own = [self.host, str(inner_pid(worker.pid))]
         return next((name for name in names if name.rsplit("/", 2)[::2] == own), None)
 
     def signal(self, signum: int) -> None:
-        """To the agent, as a scheduler or a terminal would."""
+        """Signal the agent, as a scheduler or a terminal would."""
         if (agent := self.agent()) is not None:
             agent.send_signal(signum)
 
     def kill(self) -> None:
-        """SIGKILL to the agent and every worker: the node is gone when it returns."""
+        """Kill the agent and every worker; the node is gone when it returns."""
         kill_at_once([self])
 
     def wait(self, timeout: float = 120.0) -> int:
-        """Its exit code. Raises TooSlow with the end of its log after `timeout` seconds."""
+        """Wait for the node's end and return its exit code. Raises TooSlow with the end of its log after `timeout`."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -130,7 +130,7 @@ class Node:
         return self.log.read_text(errors="replace")
 
     def all_processes(self) -> list[psutil.Process]:
-        """Everything below it that runs, and every worker that ever was seen and runs."""
+        """All running descendants, and every running worker that was ever seen."""
         found = {worker.pid: worker for worker in self.workers()}
         for parent in filter(None, (self._first(), *found.copy().values())):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -138,7 +138,7 @@ class Node:
         return [process for process in found.values() if is_running(process)]
 
     def listens_at(self, port: int) -> bool:
-        """Whether a process of it does; not for nodes with a network of their own."""
+        """Return whether a process of the node listens at a port; not for nodes with their own network."""
         for process in self.all_processes():
             with contextlib.suppress(psutil.Error):
                 found = process.net_connections(kind="tcp")
@@ -147,13 +147,13 @@ class Node:
         return False
 
     def end(self) -> None:
-        """Whatever still runs is killed, frozen or not; nothing of it is left when it returns."""
+        """Kill everything that still runs, frozen or not; it is gone when it returns."""
         kill_at_once([self])
 
 
 def end_processes(processes: Sequence[psutil.Process]) -> float:
-    """SIGKILL to each, frozen or not; none has time to notice the end of another. They are gone when it returns when
-    that began. Raises: TooSlow."""
+    """Kill processes, frozen or not; all are stopped first, so that none notices the end of another. They are gone when
+    it returns; returns when the kill began, Unix seconds. Raises: TooSlow."""
     began = time.time()
     for signum in (signal.SIGSTOP, signal.SIGKILL):
         for process in processes:
@@ -164,7 +164,7 @@ def end_processes(processes: Sequence[psutil.Process]) -> float:
 
 
 def processes_with(variable: str, value: str) -> list[psutil.Process]:
-    """Those that were started with it in their environment; by now they may have another parent."""
+    """Running processes that had this variable when they started; orphans too."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -174,7 +174,7 @@ def processes_with(variable: str, value: str) -> list[psutil.Process]:
 
 
 def kill_at_once(nodes: Sequence[Node]) -> float:
-    """`end_processes` of all that some nodes have."""
+    """Call `end_processes` with all processes of some nodes."""
     began = end_processes([process for node in nodes for process in node.all_processes()])
     for node in nodes:
         node.process.wait(10)
@@ -197,9 +197,9 @@ def inner_pid(pid: int) -> int:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens at now.
+    """Return a TCP port of this machine that is free now.
 
-    From below the range that outgoing connections are given ports from: one of those could take it before it is used.
+    It lies below the range of ephemeral ports: an outgoing connection could take one of those before it is used.
     """
     while True:
         port = random.randrange(*PORTS)
@@ -215,7 +215,7 @@ def is_listening(port: int, host: str = "localhost") -> bool:
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> Any:
-    """The first true value of `condition`. Raises TooSlow naming `what` after `timeout` seconds."""
+    """Poll `condition` and return its first true value. Raises TooSlow naming `what` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         value = condition()
@@ -227,12 +227,12 @@ def wait_until(condition: Callable[[], Any], what: str, timeout: float = 60.0) -
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what launchers leave there; one thread a worker."""
+    """Return this process's environment without the variables of launchers, and with one thread per worker."""
     kept = {name: value for name, value in os.environ.items() if not f"{name}=".startswith(DROPPED_VARIABLES)}
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def dying_with_parent() -> list[str]:
-    """A prefix with which a process is killed when this one dies, however that happens; empty where there is none."""
+    """A prefix that has a process killed when this one dies in any way; empty without `setpriv`."""
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "KILL"] if setpriv else []

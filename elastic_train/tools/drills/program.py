@@ -1,4 +1,4 @@
-"""What the nodes of a drill run: the bundled trainer, or a script with a training function of its own."""
+"""The program on the nodes of a drill: the bundled trainer, or a script with its own training function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic_train.errors import UsageError
 from elastic_train.rendezvous.command_line import launches_elastic_train
 
 FORCED = "ELASTIC_TRAIN"
-"""in the environment, `1` makes torchrun's agent take any program for ours"""
+"""in the environment, `1` makes torchrun's agent treat any program as one that uses elastic_train"""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DrilledProgram:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its agents and workers need beside a clean one."""
+        """The variables that its agents and workers need besides a clean environment."""
         return {FORCED: "1"} if os.environ.get(FORCED) == "1" else {}
 
 
@@ -35,7 +35,7 @@ BUNDLED_PROGRAM = DrilledProgram()
 
 
 def read_program(given: Sequence[str], environ: Mapping[str, str]) -> tuple[DrilledProgram, list[str]]:
-    """What stands after `--`: a program, if it begins with one as torchrun takes it, and the flags.
+    """Split the words after `--` into a program, if they begin with one as torchrun takes it, and its flags.
 
     Raises:
         UsageError: there is no such script or module, or it does not use elastic_train.

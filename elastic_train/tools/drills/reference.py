@@ -1,4 +1,4 @@
-"""The same job undisturbed, run in one process."""
+"""The same job without faults, run in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from elastic_train.tools.drills.watch import RunWatch
 
 REFERENCE_SECONDS = 3600.0
 TELL_SECONDS = 10.0
-"""between two lines about a run that is not over"""
+"""between two lines about the running job"""
 
 
 class ReferenceFailed(ElasticTrainError):
@@ -35,15 +35,15 @@ def undisturbed(
     log: Callable[[str], None] = print,
     last_step: int | None = None,
 ) -> dict[str, Any]:
-    """result.json of the program with these flags in one process, and `early_loss` and `late_loss` as of History.
-    Blocks for the training.
+    """Run the program with these flags in one process. Return its result.json with `early_loss` and `late_loss` of its
+    History. Blocks for the training.
 
     Args:
-        log: prints a line of what begins, and how far it is.
+        log: prints a line at the start, and lines about the progress.
         last_step: of the job, for these lines.
 
     Raises:
-        ReferenceFailed: it did not end well; the message has its last line.
+        ReferenceFailed: it failed or took too long; the message has the reason, or the last line of its errors.
     """
     log("the same job undisturbed, to compare with ...")
     with tempfile.TemporaryDirectory(prefix="elastic-train-reference-") as folder:

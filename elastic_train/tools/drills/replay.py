@@ -1,6 +1,6 @@
-"""A drill that replays an availability trace: nodes come and go at its times, whatever the job makes of that.
+"""A drill that replays an availability trace: nodes come and go at its times, whether the job has recovered or not.
 
-Other drills wait with a fault until the one before is over; here several may be open at once.
+In other drills a fault waits until the one before is over; here several may be open at once.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from elastic_train.tools.drills.trace import Act, AvailabilityTrace, Move
 
 
 class Departure(Kill):
-    """A node goes, at once or after a notice. With the last one goes the state: what came after the newest snapshot is
-    done again, but for what a notice gives time to save."""
+    """A node goes, at once or after a notice. The state goes with the last node: steps after the newest snapshot are
+    repeated, unless a notice leaves time to save them."""
 
     name = "kill"
     is_last = False
     deadline: float | None = None
-    """Unix seconds, of a notice that its node is given by --notices"""
+    """Unix seconds, of a notice that the node gets by --notices; None: no such notice"""
 
     def limit_seconds(self) -> float:
         return RESTART_LIMIT_SECONDS if self.is_last else super().limit_seconds()
@@ -40,7 +40,7 @@ class Departure(Kill):
         return evidence
 
     def is_over(self) -> bool:
-        """Whether others train without it; of a node that was in no world, whether anybody does."""
+        """Return whether a world without the node trains; for a node that was in no world, any world that trains."""
         world = self.cluster.watch.world
         if world is None or world.first_step_at is None or set(world.members) & set(self.members):
             return False
@@ -48,7 +48,7 @@ class Departure(Kill):
 
 
 class Replay(Conductor):
-    """Goes through a trace while the job runs."""
+    """Replays a trace while the job runs."""
 
     def __init__(
         self, settings: Settings, trace: AvailabilityTrace, cluster: Cluster, record: Record, timeline: Timeline
@@ -57,7 +57,7 @@ class Replay(Conductor):
         self._trace, self._moves = trace, list(trace.moves)
         self._beginners = [cluster.places[index] for index in trace.first]
         self._noticed: set[int] = set()
-        """places whose node is to go"""
+        """places whose node is about to go"""
 
     def _start(self) -> None:
         names = ", ".join(f"{name} is node{index}" for index, name in enumerate(self._trace.nodes, 1))
@@ -85,7 +85,7 @@ class Replay(Conductor):
                 self._timeline.log(f"{place.name} is still there at its time, and is killed")
                 self._cluster.kill([place])
             return
-        number, _ = self._plan.pop(0)  # which has the moves that are faults
+        number, _ = self._plan.pop(0)  # the plan has the moves that are faults
         comes = move.act is Act.START
         if comes:
             self._noticed.discard(move.place)
@@ -107,7 +107,7 @@ class Replay(Conductor):
             self._inject(fault)
 
     def _close_arrival(self, place: Place) -> None:
-        """One that goes before it has come is not waited for; it had its time to come, or it had not."""
+        """Close the join of a node that is taken before it has come: failed if its limit has passed, else withdrawn."""
         for fault in self._open:
             if isinstance(fault, Join) and fault.targets == [place]:
                 fault.is_closed = True

@@ -1,4 +1,4 @@
-"""What a drill is to do, and when: pure functions of a seed, or a file that says so."""
+"""The schedule of a drill, and its settings: pure functions of a seed, or read from a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DEFAULT_FAULTS = ("kill", "join", "hang", "stop", "kill-rank-0")
 JOIN_WEIGHT = 3
-"""how much likelier a join is than each single fault where a node is missing"""
+"""how much likelier a join is than each single fault, if a node is missing"""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Planned:
     """One fault of a schedule."""
 
     at: float
-    """seconds after the job's first settled world, at the earliest"""
+    """the earliest time, in seconds after the job's first settled world"""
     fault: str
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a drill is to do."""
+    """The settings of a drill."""
 
     run_dir: Path
     seed: int
@@ -43,24 +43,24 @@ class Settings:
     """the worker's, without --run-dir"""
     num_nodes: int
     num_workers: int
-    """of a node"""
+    """per node"""
     global_batch_size: int
     peer_timeout: float
-    """seconds; what the flags say"""
+    """seconds, from the flags"""
     last_step: int | None
-    """of the bundled job, whose pace the drill sets; None for a user's own"""
+    """of the bundled job, whose pace the drill sets; None for a user's job"""
     wants_network: bool
     backend: str
     """c10d or etcd3"""
     etcd_endpoint: str | None
-    """of a cluster that is there; None for one of the drill's own"""
+    """of an existing cluster; None: the drill starts its own"""
     why_no_network: str | None = None
-    """what this machine lacks for it, where the drill would have one"""
+    """what this machine lacks for network namespaces, if the drill would use them"""
     program: DrilledProgram = BUNDLED_PROGRAM
     job: DrillJob = JOBS[PACED]
-    """of the bundled ones; a user's own goes by this one's limits"""
+    """a bundled job; a user's job has the limits of the paced one"""
     trace: AvailabilityTrace | None = None
-    """that is replayed; None where faults wait for one another"""
+    """the trace to replay; None: faults wait for one another"""
 
 
 def default_plan(seed: int, duration: float, num_nodes: int) -> list[Planned]:
@@ -69,12 +69,12 @@ def default_plan(seed: int, duration: float, num_nodes: int) -> list[Planned]:
     while True:
         order = rng.sample(DEFAULT_FAULTS, len(DEFAULT_FAULTS))
         if fits(order, num_nodes):
-            share = duration / (len(order) + 1)  # the first and the last as far from the ends as from each other
+            share = duration / (len(order) + 1)  # equal gaps, also before the first and after the last
             return [Planned(share * number, name) for number, name in enumerate(order, 1)]
 
 
 def random_plan(seed: int, faults: Sequence[str], duration: float, every: float, num_nodes: int) -> list[Planned]:
-    """A fault every `every` seconds from `faults`; joins wherever a node is missing, so that it can go on for ever.
+    """Draw a fault from `faults` every `every` seconds; also joins while a node is missing, so that it never runs out.
 
     Raises: UsageError: none of these faults can be injected into a job of so many nodes.
     """
@@ -95,7 +95,7 @@ def random_plan(seed: int, faults: Sequence[str], duration: float, every: float,
 
 
 def fits(order: Sequence[str], num_nodes: int) -> bool:
-    """Whether in this order there is always a node left, and always a vacant place for who joins."""
+    """Return whether this order always leaves a node, and a vacant place for each join."""
     present = num_nodes
     for name in order:
         present += FAULTS[name].size
@@ -105,10 +105,10 @@ def fits(order: Sequence[str], num_nodes: int) -> bool:
 
 
 def read_scenario(path: Path) -> list[Planned]:
-    """A schedule from a TOML file of tables `[[fault]]` with `at` (seconds) and `name`.
+    """Read a schedule from a TOML file of tables `[[fault]]` with `at` (seconds) and `name`.
 
     Raises:
-        UsageError: it cannot be read, or has something else in it.
+        UsageError: it cannot be read, or has other contents.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,9 +1,9 @@
-"""What a drill trains unless it is told otherwise: the bundled digits at a pace that leaves a processor idle.
+"""The default task of a drill: the bundled digits at a pace that leaves a processor idle.
 
-Real training computes on a GPU while its processors wait. Here every sample costs some milliseconds of sleep, so that
-more workers are faster, the imports of a newcomer disturb nobody, and the drill sets the pace while it runs: its run
-neither ends before the last fault nor goes on long after it. Flags make it busy as real jobs are. The weights depend
-neither on the pace nor on how busy it is, but for --state-mb.
+Real training computes on a GPU while its processors wait. Here every sample costs some milliseconds of sleep. So more
+workers are faster, and the imports of a newcomer slow no other worker. The drill sets the pace while the job runs, so
+that it neither ends before the last fault nor goes on long after it. Flags make the job busy, as real jobs are. The
+weights depend neither on the pace nor on these flags, except --state-mb.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class BusyFlags:
 
 NOT_BUSY = BusyFlags()
 HICCUP = "a hiccup of the loader"
-"""what a worker prints when one begins"""
+"""printed by a worker when a hiccup begins"""
 
 
 class PacedDigits(ImageClassification):
-    """The bundled digits and network; a forward pass in training takes as long as the pace says."""
+    """The bundled digits and network; the pace sets the time of a forward pass in training."""
 
     name = "paced-digits"
 
@@ -80,7 +80,7 @@ class PacedDigits(ImageClassification):
     def _be_busy_before_a_pass(self) -> None:
         flags = self._flags
         if self._first_rank is None:
-            self._first_rank = dist.get_rank() if dist.is_initialized() else 0  # ranks change
+            self._first_rank = dist.get_rank() if dist.is_initialized() else 0  # kept: ranks change
         self._num_passes += 1
         if not self._is_busy():
             return
@@ -93,7 +93,7 @@ class PacedDigits(ImageClassification):
             time.sleep(flags.hiccup_seconds)
 
     def _is_busy(self) -> bool:
-        """Not when the drill has let its job run free."""
+        """Return whether this process is busy; none is once the drill lets its job run free."""
         is_free = self._pace_file is not None and self._seconds_per_sample() == 0.0
         return not is_free and self._flags.busy_rank in (None, self._first_rank)
 
@@ -107,10 +107,10 @@ class PacedDigits(ImageClassification):
 
 
 class WithBallast(nn.Module):
-    """A network with as many parameters more as make a state large: all are trained, by next to nothing."""
+    """A network with extra parameters that make its state large: all are trained, but hardly change."""
 
     def __init__(self, network: nn.Module, megabytes: int) -> None:
-        """`megabytes`: of parameters and of as much momentum, in float32."""
+        """`megabytes`: half of them extra parameters, half their momentum, in float32."""
         super().__init__()
         self.network = network
         self.ballast = nn.Parameter(torch.randn(megabytes * 2**20 // 8))

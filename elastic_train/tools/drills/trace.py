@@ -1,12 +1,12 @@
-"""Availability traces: which node is there from when to when, read from CSV, and what a drill does to replay one.
+"""Availability traces: when each node is there, read from CSV, and the moves with which a drill replays them.
 
     node,from,to,notice,price
     a,0,,0,0.40
     b,0,60,30,0.12
     b,90,,0,0.12
 
-Times are seconds from any moment; the earliest `from` is the drill's beginning. An empty `to`: to the end. `notice` is
-seconds before `to`, 0 for none; `price` that of the node for an hour. Both columns may be left out.
+Times are seconds from any moment; the drill begins at the earliest `from`. An empty `to` means to the end. `notice` is
+in seconds before `to`, 0 for none; `price` is that of the node per hour. Both columns may be left out.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ NEEDED, OPTIONAL = ("node", "from", "to"), ("notice", "price")
 
 @dataclass(frozen=True)
 class Stay:
-    """A row: a node is there for a while."""
+    """A row: the stay of a node from `start` to `end`."""
 
     node: str
     start: float
     """seconds, as in the file"""
     end: float
-    """the same; infinite where it stays"""
+    """the same; infinite if the node stays"""
     notice: float = 0.0
     price: float | None = None
-    """for an hour"""
+    """per hour"""
 
 
 class Act(Enum):
-    """What happens to a node, in the order in which it does at one moment; the value is the fault that does it."""
+    """A change to a node, in the order within the same moment; the value is the fault that causes it."""
 
     TAKE = "kill"
     START = "join"
@@ -53,14 +53,14 @@ class Move:
     """seconds of the drill"""
     act: Act
     place: int
-    """of the node, from 0 in the order in which they come"""
+    """of the node, from 0 in the order in which nodes come"""
     is_fault: bool = True
-    """whether it is one of its own: the end of a node that was noticed is not"""
+    """whether it is a fault of its own: the end of a node after a notice is not"""
 
 
 @dataclass(frozen=True)
 class AvailabilityTrace:
-    """What a file says."""
+    """The contents of a file."""
 
     stays: tuple[Stay, ...]
     """by start"""
@@ -68,18 +68,18 @@ class AvailabilityTrace:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """In the order in which they come: the names of the drill's places."""
+        """The nodes in the order in which they come, which is that of the drill's places."""
         return tuple(dict.fromkeys(stay.node for stay in self.stays))
 
     @property
     def first(self) -> tuple[int, ...]:
-        """The places that are taken from the beginning."""
+        """The places that have a node from the beginning."""
         start = self.stays[0].start
         return tuple(self.nodes.index(stay.node) for stay in self.stays if stay.start == start)
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """All that happens after the beginning, by time."""
+        """All moves after the beginning, by time."""
         found = [move for stay in self.stays for move in self._moves_of(stay)]
         return tuple(sorted(found, key=lambda move: (move.at, list(Act).index(move.act))))
 
@@ -89,7 +89,7 @@ class AvailabilityTrace:
 
     @property
     def new_beginnings(self) -> list[tuple[float, list[str]]]:
-        """(when, by whom) a job has to begin anew that everybody has left; times as in the file."""
+        """(when, nodes that begin) for each new beginning of a job that all nodes have left; times as in the file."""
         ends = sorted({stay.end for stay in self.stays} - {math.inf})
         empty = [at for at in ends if not any(stay.start < at < stay.end for stay in self.stays)]
         following = [min(stay.start for stay in self.stays if stay.start >= at) for at in empty]
@@ -124,7 +124,7 @@ class AvailabilityTrace:
 
 
 def read_trace(path: Path, speed: float) -> AvailabilityTrace:
-    """Raises: UsageError naming the file, the line, the value and what would work."""
+    """Read a trace. Raises: UsageError naming the file, the line, the value and what would work."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file, strict=True)
@@ -171,7 +171,7 @@ def _number(where: str, name: str, text: str) -> float:
 
 
 def _check(path: Path, stays: Sequence[Stay]) -> None:
-    """Raises: UsageError where the rows do not fit together."""
+    """Check the rows together. Raises: UsageError: they contradict each other, or make no drill."""
     if len({stay.node for stay in stays}) < 2:
         raise UsageError(f"--trace {path}: it has {len({stay.node for stay in stays})} nodes: a drill needs two")
     if len({stay.price is None for stay in stays}) > 1:

@@ -1,4 +1,4 @@
-"""Root of a user namespace: what an ordinary user needs for network namespaces, where the machine allows that."""
+"""Root in a user namespace: an ordinary user needs it for network namespaces. The machine may not allow it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HIDDEN = ("/run", "/dev/shm")
-# Not seen in there: the machine's network, which nothing made there may be connected to; what it has in /run, where
-# `ip netns` writes; and its shared memory, where the folder of our root may be that of the machine's.
+# Hidden in there: the machine's network, which namespaces in there cannot connect to; its /run, where `ip netns`
+# writes; and its shared memory, where a folder of our root may be that of the machine's root.
 _ENTER = [
     "unshare", "--user", "--map-root-user", "--mount", "--net",
     "sh", "-c",
@@ -23,9 +23,8 @@ _PROBE = "import sys; from elastic_train.tools.drills.network import Network; sy
 
 
 def become_root(needed: Sequence[Path]) -> None:
-    """An ordinary user's program starts again as the root of a user namespace, with the same pid, where that is allowed
-    and serves for network namespaces: this does not return then. For root it does nothing, nor where one of the
-    `needed` paths could not be seen in there."""
+    """Start an ordinary user's program again, with the same pid, as the root of a user namespace, and do not return. Do
+    nothing as root, if one of the `needed` paths is hidden in there, or if network namespaces do not work in there."""
     if os.geteuid() == 0 or shutil.which(_ENTER[0]) is None:
         return
     if any(path.resolve().is_relative_to(hidden) for path in needed for hidden in HIDDEN):

@@ -1,4 +1,4 @@
-"""Follows a live run by its event files, reading only what is new."""
+"""Follows a live run by its event files, and reads only new lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic_train.runlog.reader import Cursor, Line, float_of, member_of
 
 @dataclass
 class SeenWorld:
-    """One generation, as far as its members have written it down."""
+    """One generation, as far as its members have recorded it."""
 
     generation: int
     members: tuple[str, ...]
@@ -22,16 +22,16 @@ class SeenWorld:
 
 @dataclass
 class RunWatch:
-    """What the event files have told so far."""
+    """The contents of the event files so far."""
 
     run_dir: Path
     step: int = 0
-    """the newest committed one"""
+    """the newest committed step"""
     loss: float | None = None
     generation: int = -1
-    """the newest; -1 before the first"""
+    """the newest generation; -1 before the first"""
     world: SeenWorld | None = None
-    """of that generation; None again once its processes are known to be gone"""
+    """the world of that generation; None again once its processes are known to be gone"""
     names: set[str] = field(default_factory=set)
     """every member that ever wrote, as `host/local_rank/pid`"""
     outcomes: dict[str, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class RunWatch:
             self.outcomes[member] = str(line.get("outcome"))
 
     def forget_world(self) -> None:
-        """Every process of it is gone. New ones may have the same names: pids in containers repeat."""
+        """Drop a world whose processes are all gone. New ones may have the same names: pids in containers repeat."""
         self.poll()
         self.world = None
 
