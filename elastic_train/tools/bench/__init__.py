@@ -1,6 +1,6 @@
 """Benchmarks: ours against what a good user would write by hand, interleaved in one run.
 
-One module per benchmark, imported only when it is asked for; each has a `run(quick) -> dict` with the keys of
+One module per benchmark, imported only when it is run. Each has a `run(quick) -> dict` with the keys of
 `elastic-train bench --json`, as `table.report` makes them.
 """
 

@@ -1,13 +1,13 @@
-"""How much of its time a job keeps while nodes die and are replaced, beside what else one could run.
+"""The goodput of a job while nodes die and are replaced, compared with its rivals.
 
 Three nodes of this machine train the bundled digits at a pace that leaves a core idle, as a GPU would. Every twenty
 seconds one of them, drawn by a seed, is killed (SIGKILL to all of its processes) and started again five seconds later.
-Goodput is what the kept steps take undisturbed, in terms of the wall. Undisturbed are those while no node starts and
-none dies: all along the run, for a machine's pace changes with its neighbours. A step that is lost and computed again
-counts once.
+Goodput is the time that the kept steps take undisturbed, divided by the wall. A step is undisturbed if no node starts
+or dies meanwhile; such steps are taken from the whole run, since a machine's speed changes with its neighbours. A step
+that is lost and computed again counts once.
 
-The rivals are told of in rivals.py: torchrun's restarts with the shortest timeouts that survive this, its store off the
-nodes, and torchft. Each row compares ours with the promised limit or with a rival.
+The rivals are in rivals.py: torchft, and torchrun's restarts with a store off the nodes and the shortest timeouts that
+survive this. Each row compares ours with the promised limit or with a rival.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from elastic_train.tools.drills.nodes import (
 SEED = 1
 NUM_NODES = 3
 SECONDS_PER_SAMPLE = 0.0023
-"""some twenty steps a second with three nodes"""
+"""about twenty steps per second with three nodes"""
 BACK_AFTER = 5.0
 """seconds from a death to the start of the node that replaces it"""
 START_SECONDS = 120.0
 UNDISTURBED_SECONDS = 8.0
-"""of each world size before the first death"""
+"""for each world size before the first death"""
 LIMIT = 0.97
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What happens to a job."""
+    """The deaths of nodes in a job."""
 
     seconds: float
     every: float
@@ -68,7 +68,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Quiet:
-    """A time, in Unix seconds, in which a world of this size has no node that starts or dies."""
+    """A time, in Unix seconds, in which no node of a world of this size starts or dies."""
 
     size: int
     since: float
@@ -80,7 +80,7 @@ QUICK = Trace(20.0, 20.0)
 
 
 class Ours:
-    """This package under torchrun, where the nodes meet in a backend of its drills."""
+    """This package under torchrun, with a backend of its drills."""
 
     def __init__(self, backend: str, run_dir: Path) -> None:
         self.name = backend
@@ -97,10 +97,10 @@ class Ours:
 
 
 class AtServer:
-    """A contender whose nodes meet at a process off all of them."""
+    """A contender whose nodes meet at a server process outside of all nodes."""
 
     server: ClassVar[str]
-    """what it is called"""
+    """the server's name"""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -111,7 +111,7 @@ class AtServer:
         raise NotImplementedError
 
     def start(self) -> None:
-        """Blocks until it answers."""
+        """Start the server; blocks until it accepts connections."""
         command = [*dying_with_parent(), *self.server_command()]
         self._node = Node(command, self.run_dir / f"{self.server}.log", Path.cwd(), clean_environment())
         wait_until(lambda: is_listening(self._port), self.server, START_SECONDS)
@@ -127,7 +127,7 @@ class Restarts(AtServer):
     server = "store"
     name = "torchrun's restarts"
     environment = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-    """else every restart waits for a store that died with its node"""
+    """otherwise every restart waits for a store that died with its node"""
 
     def server_command(self) -> list[str]:
         program = "import signal, sys; from torch.distributed import TCPStore\n"
@@ -167,7 +167,7 @@ class Torchft(AtServer):
 
 
 Contender: TypeAlias = Ours | Restarts | Torchft
-"""a way to train on nodes that come and go; `command` is that of a node, which counts from 0"""
+"""a way to train on nodes that come and go; `command` is that of a node, numbered from 0"""
 
 
 def start_node(contender: Contender, number: int, environment: Mapping[str, str]) -> Node:
@@ -176,7 +176,7 @@ def start_node(contender: Contender, number: int, environment: Mapping[str, str]
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Quick: a minute and a half, of ours alone beside their limits; else a quarter of an hour."""
+    """Measure goodput. Quick: a minute and a half, only ours beside the limits; else a quarter of an hour."""
     return table.report("goodput", measure_all(QUICK if quick else THOROUGH, with_rivals=not quick))
 
 
@@ -203,11 +203,11 @@ def row(name: str, ours: float, rival: str, theirs: float) -> BenchRow:
 
 
 def measure(contender: Contender, trace: Trace) -> float:
-    """Its goodput: 1.0 is the undisturbed job at the world sizes that were present. Blocks for the trace and the start
-    of its nodes.
+    """Run a contender and return its goodput: 1.0 is the undisturbed job at the world sizes that were present. Blocks
+    for the trace and the start of its nodes.
 
     Raises:
-        TooSlow: they never train together.
+        TooSlow: the nodes never train together.
     """
     chance = random.Random(SEED)
     run_dir = contender.run_dir
@@ -242,7 +242,7 @@ def measure(contender: Contender, trace: Trace) -> float:
             quiet.append(Quiet(NUM_NODES - 1, killed_at, back_at))
             sleep_until(back_at)
             start(victim)
-            quiet.append(Quiet(NUM_NODES, back_at, killed_at + trace.every))  # it is whole once that one is here
+            quiet.append(Quiet(NUM_NODES, back_at, killed_at + trace.every))  # full size: the victim has joined
         sleep_until(began + trace.seconds)
         tell_of_ends(contender, nodes)
     history = read_history(run_dir)
@@ -255,7 +255,7 @@ def measure(contender: Contender, trace: Trace) -> float:
 
 
 def undisturbed(kept: Sequence[Step], quiet: Sequence[Quiet]) -> dict[int, float]:
-    """Mean seconds of a step by world size: from one commit to the next of the same world, in the quiet times."""
+    """Map each world size to the mean seconds of a step: between two commits of the same world in a quiet time."""
     seconds: defaultdict[int, list[float]] = defaultdict(list)
     for before, step in itertools.pairwise(kept):
         world, world_before = ((one.world_size, one.generation, one.writer) for one in (step, before))
@@ -271,7 +271,7 @@ def wait_for_world(run_dir: Path, size: int) -> None:
 
 
 def world_size(run_dir: Path) -> int | None:
-    """Of the newest step."""
+    """The world size of the newest step."""
     newest = [
         next((line for line in newest_first(path) if line["event"] == "step"), None)
         for path in (run_dir / "events").glob("*.jsonl")
@@ -281,7 +281,7 @@ def world_size(run_dir: Path) -> int | None:
 
 
 def tell_of_ends(contender: Contender, nodes: Mapping[int, Node]) -> None:
-    """Nobody but this ends a node. One that ends is told of, and started again after its turn to die."""
+    """Report nodes that ended by themselves: only the benchmark should. They start again after their turn to die."""
     for number, node in nodes.items():
         code = node.process.poll()
         if code is not None:

@@ -1,15 +1,14 @@
 """Steady-state throughput of our training loops against hand-written plain DDP loops.
 
-Both train the same model on the same data with the same optimizer, a block of steps of the one after a block of the
-other. The plain loop is what a good user would write: DDP, the data set in memory, one `index_select` per step from a
-permutation (or a DataLoader with a DistributedSampler, where items are read one by one), the optimizer in the form that
-torch chooses, the loss read every 50th step. Ours is the real thing with the defaults of its flags: sampler, loader,
-reduction with votes and the loss of every step, a check of each loss, an event per step, TensorBoard, the watcher with
-its heartbeats; snapshots in the cases that say so. Over items it is a training function of the user's own.
+Both train the same model on the same data with the same optimizer, in alternating blocks of steps. The plain loop is
+what a good user would write: DDP, the data set in memory, one `index_select` per step from a permutation (or a
+DataLoader with a DistributedSampler, where items are read one by one), the optimizer in the form that torch chooses,
+the loss read every 50th step. Ours is the real loop with the defaults of its flags: sampler, loader, reduction with
+votes and the loss of every step, a check of each loss, an event per step, TensorBoard, the watcher with its heartbeats;
+snapshots in the cases that name them. Over items it is a user's own training function.
 
-Each loop has processes of its own, which are stopped (SIGSTOP) while the other's run: what ours does in threads beside
-the loop, heartbeats and the writing of snapshots, is then charged to ours, and so is all processor time of its
-processes in between.
+Each loop has its own processes, which are stopped (SIGSTOP) while the other's run. So the work of our other threads
+(heartbeats, writing of snapshots) is charged to ours, and so is all processor time of our processes.
 """
 
 from __future__ import annotations
@@ -49,15 +48,15 @@ EPOCHS = 10**6  # never reached: the schedule stays flat, and nothing ends withi
 ANSWER_TIMEOUT = timedelta(minutes=10)
 """for one block of steps, or for building a case"""
 PEER_TIMEOUT_SECONDS = 600.0
-"""ours are silent while the others run; how often they ping does not depend on it"""
+"""ours are silent while the others run; the interval of pings does not depend on it"""
 MIN_RATIO = 0.93
-"""of an own loop's rate to the plain one's: the least lower bound"""
+"""the least lower bound of the ratio of an own loop's rate to the plain one's"""
 RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
 class LoopCase:
-    """What is trained, and how."""
+    """The training that a case measures."""
 
     model: str
     batch: int
@@ -114,12 +113,12 @@ class Effort:
     """How long to measure a case."""
 
     block_seconds: float
-    """about, of one loop; at least one step"""
+    """approximate, for one loop; at least one step"""
     case_seconds: float
-    """about, warm-up excluded, in each launch"""
+    """approximate, per launch, warm-up excluded"""
     min_pairs: int
     launches: int
-    """of new processes: where its memory comes to lie makes one faster than another by a quarter, for its whole life"""
+    """of new processes: by its memory layout one is faster than another by a quarter, for its whole life"""
 
 
 QUICK = Effort(block_seconds=0.1, case_seconds=2.0, min_pairs=3, launches=1)
@@ -142,7 +141,7 @@ def item_cases_for(world_size: int) -> list[LoopCase]:
 
 
 def cuda_cases_for(world_size: int) -> list[LoopCase]:
-    """A GPU for each worker. An own loop's images are on it: how they come there is the user's own code."""
+    """Cases with a GPU per worker. The images of an own loop are already on it: loading them is the user's own code."""
     return [
         LoopCase("resnet50", 64 * world_size, world_size, items=True, device="cuda"),
         LoopCase("resnet18", 64 * world_size, world_size, items=True, device="cuda"),
@@ -152,7 +151,7 @@ def cuda_cases_for(world_size: int) -> list[LoopCase]:
 
 def run(quick: bool) -> dict[str, Any]:
     """Measure the bundled loop in worlds of one and two workers, one thread each, and an own loop in worlds of one to
-    three; where there are GPUs, both on one to three of these. Quick: about four minutes; else about twenty."""
+    three; if there are GPUs, also both on one to three of these. Quick: about four minutes; else about twenty."""
     rows = []
     for world_size in range(1, min(torch.cuda.device_count(), 3) + 1):
         rows += measure(cuda_cases_for(world_size), QUICK if quick else THOROUGH)
@@ -168,7 +167,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 @dataclass
 class Launched:
-    """What new processes have shown of a case."""
+    """The measurements of a case in one launch."""
 
     pairs: list[tuple[float, float]]
     """samples per second, ours and theirs, one right after the other"""
@@ -177,7 +176,7 @@ class Launched:
 
 
 def measure(cases: list[LoopCase], effort: Effort) -> list[BenchRow]:
-    """The rows of cases that have one world size, from that many processes for each loop in each launch."""
+    """Measure cases of the same world size; each launch starts that many processes per loop. Return their rows."""
     launches = [launch(cases, effort) for _ in range(effort.launches)]
     rows = []
     for number, case in enumerate(cases):
@@ -188,7 +187,7 @@ def measure(cases: list[LoopCase], effort: Effort) -> list[BenchRow]:
 
 
 def rows_of(case: LoopCase, found: Sequence[Launched]) -> list[BenchRow]:
-    """What the launches of a case have shown. A bound needs several: within one, ratios depend on each other."""
+    """The rows of a case. A lower bound needs several launches: ratios within one launch depend on each other."""
     ours, theirs = zip(*(pair for one in found for pair in one.pairs), strict=True)
     rows = [BenchRow.of_rates(str(case), ours, theirs, "samples/s")]
     if case.items and len(found) > 1:
@@ -201,8 +200,8 @@ def rows_of(case: LoopCase, found: Sequence[Launched]) -> list[BenchRow]:
 
 
 def lower_bound(ratios: Sequence[Sequence[float]]) -> float:
-    """Of the median of all ratios, at 95 %: by the percentile bootstrap (Efron, "Bootstrap methods", 1979) over
-    launches, within which ratios depend on each other."""
+    """The lower bound, at 95 %, of the median of all ratios, by the percentile bootstrap (Efron, "Bootstrap methods",
+    1979). It draws whole launches, because ratios within one depend on each other."""
     draws = random.Random(0)
     medians = [
         statistics.median(ratio for launched in draws.choices(ratios, k=len(ratios)) for ratio in launched)
@@ -212,7 +211,7 @@ def lower_bound(ratios: Sequence[Sequence[float]]) -> float:
 
 
 def launch(cases: list[LoopCase], effort: Effort) -> list[Launched]:
-    """What new processes show of each case."""
+    """Start new processes and measure each case in them."""
     world_size = cases[0].world_size
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = []
@@ -230,14 +229,14 @@ def launch(cases: list[LoopCase], effort: Effort) -> list[Launched]:
 
 
 def measure_case(case: LoopCase, ours: Side, theirs: Side, effort: Effort) -> Launched:
-    """Both loops in turn, the first one changing from pair to pair."""
+    """Measure both loops in turn; the order alternates from pair to pair."""
     length = ours.begin(case)
     theirs.begin(case)
     for side in (ours, theirs):
         side.run(3)  # allocations, DDP's bucket order
     epoch_steps = steps_per_epoch(length, case.batch)
     step_seconds = min(side.run(3) for side in (ours, theirs)) / 3
-    # Whole epochs where they are short, so that every block has the same steps in it.
+    # Whole epochs if they are short, so that every block has the same steps.
     count = max(1, round(effort.block_seconds / step_seconds))
     if count > epoch_steps / 2:
         count = max(1, round(count / epoch_steps)) * epoch_steps
@@ -259,7 +258,7 @@ def measure_case(case: LoopCase, ours: Side, theirs: Side, effort: Effort) -> La
 
 
 class Side:
-    """The processes of one loop, by rank; they are stopped whenever they are not asked for anything."""
+    """The processes of one loop, by rank; they are stopped (SIGSTOP) while they have no task."""
 
     def __init__(self, loop: type[OurLoop | PlainLoop], world_size: int, port: int, scratch: Path) -> None:
         context = multiprocessing.get_context("spawn")
@@ -276,11 +275,11 @@ class Side:
                 self._processes.append(process)
 
     def begin(self, case: LoopCase) -> int:
-        """Take up a case; the length of its training set. Blocks until all ranks have."""
+        """Begin a case and return the length of its training set. Blocks until all ranks have begun it."""
         return int(self._ask(case))
 
     def run(self, count: int) -> float:
-        """Seconds that so many steps take, from the moment at which all ranks have come."""
+        """Run `count` steps; return their seconds, from the barrier of all ranks on."""
         return self._ask(count)
 
     def end(self) -> None:
@@ -303,7 +302,7 @@ class Side:
         return answer
 
     def _tell(self, task: LoopCase | int | None) -> float:
-        """All ranks, which run. Rank 0's answer, when all have answered."""
+        """Send a task to all ranks, which must be running. Return rank 0's answer when all have answered."""
         for pipe in self._pipes:
             pipe.send(task)
         answers = [self._answer(rank) for rank in range(len(self._processes))]
@@ -324,7 +323,7 @@ class Side:
             ) from None
 
     def cpu_seconds(self) -> float:
-        """That its processes, loaders included, have had so far."""
+        """The processor time of its processes so far, loaders included."""
         return sum(times.user + times.system for times in (process.cpu_times() for process in self._tree()))
 
     def _signal(self, signum: signal.Signals) -> None:
@@ -346,8 +345,8 @@ def _work(
     pipe: Connection,
 ) -> None:
     die_with_parent()
-    import torch._dynamo  # else within the second in which all connect
-    import torch.utils.tensorboard  # else the first case's reporter does so in a thread, for seconds
+    import torch._dynamo  # otherwise this import would fall into the second in which all ranks connect
+    import torch.utils.tensorboard  # otherwise the first case's reporter imports it in a thread, for seconds
 
     reporting.LOG_LINE_SECONDS = math.inf  # its lines would stand between the rows
     torch.set_num_threads(1)
@@ -355,7 +354,7 @@ def _work(
     order: LoopCase | int | None = pipe.recv()
 
     def blocks() -> Iterator[int]:
-        """Numbers of steps. A loop that asks for the next one has done the last, and its seconds are told."""
+        """The step counts of the blocks. When the loop asks for the next one, send the seconds of the last."""
         nonlocal order
         while isinstance(order := pipe.recv(), int):
             dist.barrier()

@@ -1,7 +1,7 @@
-"""The loops that `bench loop` compares: ours, bundled and of a user's own, and what one would write by hand.
+"""The loops that `bench loop` compares: ours, both bundled and a user's own, and a loop written by hand.
 
-Each is built for one case at a time and driven by blocks: whenever it asks for the next number of steps, the block
-before is over.
+Each is built for one case at a time and driven by blocks of steps: when it asks for the size of the next block, the
+block before is over.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LOSS_READ_EVERY = 50
 
 
 class OurLoop:
-    """The real thing, each case as a job of its own; its training function is held up between blocks of steps."""
+    """The real loop, with each case as a job of its own; its training function waits between blocks of steps."""
 
     def __init__(self, rank: int, world_size: int, port: int, scratch: Path) -> None:
         self._scratch, self._num_cases = scratch, 0
@@ -54,9 +54,9 @@ class OurLoop:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
     def begin(self, case: LoopCase) -> int:
-        """Build the parts of a case; the length of its training set. Every rank calls it."""
+        """Build the parts of a case; return the length of its training set. Every rank calls it."""
         self._num_cases += 1
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(self._num_cases)  # by which jobs at one store are told apart
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(self._num_cases)  # distinguishes the jobs at one store
         config = case.config(self._scratch)
         if case.items:
             items = items_of(case)
@@ -82,7 +82,7 @@ class OurLoop:
             self._train(hold_up)
 
     def close(self) -> None:
-        """Nothing is left of a case that is over."""
+        """Do nothing: a case leaves nothing behind."""
 
 
 def run_bundled(hold_up: Callable[[Training], None], *, worker: Worker) -> None:
@@ -131,7 +131,7 @@ class PlainLoop:
                 pass
 
     def close(self) -> None:
-        self._steps.close()  # and with it the loader's processes
+        self._steps.close()  # ends the loader's processes too
         dist.destroy_process_group()
 
 
@@ -141,7 +141,7 @@ def plain_loop(
     batches: Iterator[Any],
     compute: Callable[[nn.Module, Any], Tensor],
 ) -> Generator[None, None, None]:
-    """What one would write by hand; endless, one step per `next`."""
+    """A loop as one would write it by hand; endless, one step per `next`."""
     ddp = DistributedDataParallel(model)
     ddp.train()  # type: ignore[no-untyped-call]
     for number, batch in enumerate(batches, start=1):
@@ -178,7 +178,7 @@ class SmallSynthetic(ImageClassification):
 
 
 def tensor_batches(images: Tensor, labels: Tensor, batch: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of this rank, on its device; endless."""
+    """The batches of this rank, on its device; endless."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for epoch in itertools.count():
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
@@ -227,7 +227,7 @@ class Items(Dataset[Any]):
 
 
 class ItemsOnGpu(Dataset[Any]):
-    """Made-up images of 224 x 224 that this rank's GPU holds; an item says which, and bf16 is what they are for."""
+    """Made-up images of 224 x 224 in this rank's GPU memory, for bf16; an item is the index of an image."""
 
     def __init__(self) -> None:
         self._images = torch.randn(256, 3, 224, 224, device="cuda")
@@ -258,7 +258,7 @@ def item_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def item_batches(items: Items | ItemsOnGpu, case: LoopCase) -> Iterator[Any]:
-    """Of this rank; endless."""
+    """The batches of this rank; endless."""
     sampler: DistributedSampler[Any] = DistributedSampler(items)
     loader = DataLoader(
         items,
@@ -277,7 +277,7 @@ def item_batches(items: Items | ItemsOnGpu, case: LoopCase) -> Iterator[Any]:
 def run_items(
     hold_up: Callable[[Training], None], *, model: nn.Module, items: Items | ItemsOnGpu, config: Config
 ) -> None:
-    """The same by a training function."""
+    """Train on items by a user's training function."""
 
     def train_items(training: Training) -> None:
         hold_up(training)
@@ -294,4 +294,4 @@ def run_items(
 
 
 class _CaseIsOver(BaseException):
-    """Unwinds a training function, of which the end of the training is far away."""
+    """Unwinds a training function whose training would go on."""

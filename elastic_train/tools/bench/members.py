@@ -1,7 +1,7 @@
 """Many members of one job in a few processes, for benchmarks: real stores, links and membership, and no training.
 
-A **crew** is a process with some members in it. Each member has a thread that does what ring.py does, without a
-process group: it enters a world, waits until that is over, and agrees on the next one.
+A **crew** is a process with some members in it. Each member has a thread that acts like ring.py without a process
+group: it enters a world, waits until that is over, and agrees on the next one.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from elastic_train.world import Address, Member, World
 
 HOST = "127.0.0.1"
 PEER_TIMEOUT = 60.0
-"""hundreds share a few cores here: silence is no sign of anything"""
+"""hundreds of members share a few cores here: silence does not mean death"""
 ATTEMPTS = 20
 FULL_PACE = 128
-"""members; more share the pings that so many can send, a member fewer of them"""
+"""members; more of them together send no more pings than these, each member fewer"""
 STEP_SECONDS = 0.02
-"""between two looks of rank 0 whether somebody is to be admitted"""
+"""between two checks of rank 0 for a newcomer to admit"""
 
 
 class Sent(NamedTuple):
-    """What one member has sent since its start, without TCP's own."""
+    """What one member has sent since its start, without TCP's overhead."""
 
     pings: int
     ping_bytes: int
     calls: int
-    """of other members' stores"""
+    """to other members' stores"""
 
 
 class Counted:
-    """Another member's store, as a KeyValueStore; tells of each call."""
+    """Another member's store, as a KeyValueStore that notes each call."""
 
     def __init__(self, store: Any, note_call: Callable[[], None]) -> None:
         self._store, self._note_call = store, note_call
@@ -128,7 +128,7 @@ class BenchMember:
             self._report("failed", f"{type(error).__name__}: {error}")
 
     def _train(self, world: World) -> bool:
-        """Until the world is over; whether it was whole."""
+        """Take part in a world until it is over; return whether it had formed."""
         membership = self._membership
         self._is_over.clear()
         with contextlib.ExitStack() as standing:
@@ -141,14 +141,14 @@ class BenchMember:
                 membership.note_reduction()
             self._report("in", self.me.uid, world.generation, time.monotonic())
             while not self._is_over.wait(STEP_SECONDS if world.rank == 0 else None):
-                if membership.joins.vote() == NOW:  # the votes of a step would say so
+                if membership.joins.vote() == NOW:  # in training, the votes of a step would carry this
                     self._report("admits", time.monotonic())
                     break
         return True
 
 
 def interval_for(size: int) -> float:
-    """Seconds between two pings: four times as many members as one machine bears ping a quarter as often."""
+    """Seconds between two pings: with four times FULL_PACE members, each pings a quarter as often."""
     return ping_interval(PEER_TIMEOUT) * max(1.0, size / FULL_PACE)
 
 
@@ -156,12 +156,12 @@ def interval_for(size: int) -> float:
     retry=tenacity.retry_if_exception_type(DistNetworkError), stop=tenacity.stop_after_attempt(ATTEMPTS), reraise=True
 )
 def serve_store() -> GroupStoreServer:
-    """Raises: DistNetworkError where this machine is so full that the store's thread is not heard for long."""
+    """Start a member's store. Raises: DistNetworkError: on an overloaded machine the store's thread did not answer."""
     return GroupStoreServer(HOST)
 
 
 def run_crew(first: int, count: int, most: int, known: Sequence[Address], pipe: Connection) -> None:
-    """In a process of its own: `count` members, as long as the benchmark lives."""
+    """Run `count` members in this process, as long as the benchmark lives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
     resource.setrlimit(resource.RLIMIT_NOFILE, 2 * resource.getrlimit(resource.RLIMIT_NOFILE)[1:])
@@ -171,7 +171,7 @@ def run_crew(first: int, count: int, most: int, known: Sequence[Address], pipe: 
         with lock:
             pipe.send(what)
 
-    with open(os.devnull, "wb") as nowhere:  # what torch says of attempts that are repeated
+    with open(os.devnull, "wb") as nowhere:  # torch's messages about attempts that are repeated
         os.dup2(nowhere.fileno(), 2)
     try:
         members = [BenchMember(first + index, most, known, report) for index in range(count)]
@@ -194,7 +194,7 @@ def run_crew(first: int, count: int, most: int, known: Sequence[Address], pipe: 
 
 
 class Crew:
-    """Some members in a process of their own, seen from outside."""
+    """The parent's handle on a process with some members."""
 
     def __init__(self, first: int, count: int, most: int, known: Sequence[Address] = ()) -> None:
         self.pipe, theirs = multiprocessing.Pipe()

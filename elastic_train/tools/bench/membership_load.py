@@ -1,14 +1,14 @@
 """What membership costs a member, by the size of the world: hundreds of members on one machine, without training.
 
-Each has a store, pings and connections of its own, as a worker has; they are some to a process. Per size: what a member
-sends in a second while nothing happens, on average and the busiest (TCP's own not counted); then one member is killed,
-and one joins: until all are in the next world, and could begin to make the process group.
+Each has a store, pings and connections of its own, like a worker; a process has several members. Per size it measures
+what a member sends per second while nothing happens, on average and at most (without TCP's overhead). Then one member
+is killed, and one joins: each time until all are in the next world and could begin to make the process group.
 
-More than 128 share a machine only if each pings less often; what it sends is then counted at the usual pace. What a
-re-form takes is that of one machine that does the work of all.
+More than 128 members share a machine only if each pings less often; the figures are then scaled to the usual pace. The
+time of a re-form is that of one machine which does the work of all members.
 
-A row's `theirs` is what it would be if every member pinged every other, and for seconds the line that is fitted to all
-sizes. The last rows are these lines at 10,000 members.
+A row's `theirs` is the cost if every member pinged every other, and for seconds the line that is fitted to all sizes.
+The last rows are these lines at 10,000 members.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FITTED_FROM = 32
 """members; smaller worlds are dense, and cost less"""
 LARGE = 10_000
 CREW = 32
-"""members to a process"""
+"""members per process"""
 MEASURED = {
     "messages": ("messages of a member", "1/s"),
     "bytes": ("bytes of a member", "B/s"),
@@ -46,16 +46,16 @@ MEASURED = {
     "joined": ("one joins, likewise", "s"),
     "calls": ("calls of the proposer for it", ""),
 }
-"""what `Found` says -> words and unit of a row"""
+"""field of `Found` -> words and unit of its row"""
 WITH_DIGITS = ("messages", "bytes")
-"""of these, which hold numbers, the size goes by the number of its digits"""
+"""messages contain numbers, so their size grows with the digits of the world's size"""
 QUIET_SECONDS = 10.0
 DEADLINE_SECONDS = 240.0
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of one size. Per member and second, mean and busiest."""
+    """The measurements of one size. A pair is the mean and the busiest member; messages and bytes are per second."""
 
     members: int
     messages: tuple[float, float]
@@ -64,16 +64,16 @@ class Found:
     joined: float
     """seconds"""
     calls: tuple[float, float]
-    """of other members' stores, of one re-form"""
+    """to other members' stores, in one re-form"""
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Quick: half a minute; else some minutes."""
+    """Measure all sizes. Quick: half a minute; else some minutes."""
     return table.report("membership", rows_of(measure_all(QUICK if quick else THOROUGH, QUIET_SECONDS)))
 
 
 def measure_all(sizes: Sequence[int], seconds: float) -> list[Found]:
-    """A size that this machine cannot bear ends the series, and is told."""
+    """Measure sizes until one is too large for this machine, and print that."""
     found = []
     for size in sizes:
         try:
@@ -86,7 +86,7 @@ def measure_all(sizes: Sequence[int], seconds: float) -> list[Found]:
 
 
 class TooMany(ElasticTrainError):
-    """For this machine."""
+    """This machine cannot run so many members."""
 
 
 class Crews:
@@ -97,11 +97,11 @@ class Crews:
         self.size, self.crews = size, list[Crew]()
         self._members: list[Member] = []
         self._worlds: dict[str, tuple[int, float]] = {}
-        """generation of each member's last world by uid, and since when it has been in it"""
+        """uid of each member -> generation of its last world, and when it entered that"""
         self._generation = -1
         try:
             for first in range(min(rest, NUM_PROPOSERS)):
-                self._start(first, 1)  # as busy as a machine of its own lets it be
+                self._start(first, 1)  # a process of its own, as on a machine of its own
             for first in range(NUM_PROPOSERS, rest, CREW):
                 self._start(first, min(CREW, rest - first))
             self._start(rest, 1)  # the last rank: it dies alone
@@ -110,14 +110,14 @@ class Crews:
             raise
 
     def _start(self, first: int, count: int, known: Sequence[Address] = ()) -> Crew:
-        """One after the other: a store that is not served in time is given up."""
+        """Start a crew and wait for it: of many at once, some stores would not be served in time."""
         crew = Crew(first, count, self.size, known)
         self.crews.append(crew)
         self._members += self._next(crew, "members")[0]
         return crew
 
     def form(self) -> None:
-        """A first world that everybody is told."""
+        """Form a first world by sending it to all members."""
         decision = Decision(0, "bench-0", (), tuple(self._members))
         worlds = [Voters.of(decision.uid, decision.new)]
         text = to_json({"decision": decision.to_fields(), "old": [], "worlds": worlds})
@@ -126,7 +126,7 @@ class Crews:
         self._wait_for_world()
 
     def quiet(self, seconds: float) -> tuple[list[float], list[float]]:
-        """Messages and bytes a second of each member."""
+        """Measure each member's messages and bytes per second."""
         before = self.sent()
         time.sleep(seconds)
         pairs = list(zip(before, self.sent(), strict=True))
@@ -135,7 +135,7 @@ class Crews:
         return messages, [pace * (b.ping_bytes - a.ping_bytes) / (tb - ta) for (ta, a), (tb, b) in pairs]
 
     def sent(self) -> list[tuple[float, Sent]]:
-        """When each member was asked, and what it has sent."""
+        """For each member, the time at which it was asked, and what it had sent."""
         found = []
         for crew in self.crews:
             crew.pipe.send("count")
@@ -144,14 +144,14 @@ class Crews:
         return found
 
     def kill(self) -> float:
-        """Seconds until all others are in the next world."""
+        """Kill a member; return the seconds until all others are in the next world."""
         started = time.monotonic()
         self.crews.pop().end()
         del self._worlds[self._members.pop().uid]
         return self._wait_for_world() - started
 
     def join(self) -> float:
-        """The same from the moment at which rank 0 ends the world for one that waits."""
+        """Start a newcomer; return the seconds from rank 0's end of the world for it to the next world of all."""
         first = self._members[0].store
         assert first is not None, "every member serves one"
         self._start(self.size, 1, [first]).pipe.send("")
@@ -163,8 +163,8 @@ class Crews:
             crew.end()
 
     def _wait_for_world(self) -> float:
-        """Until all are in one world after the last; when the last of them was. A world that somebody did not reach in
-        time, on a machine so full, is over at once: then it is the next one that counts."""
+        """Wait until all are in the same later world; return when the last member entered it. A world that a member
+        misses, on an overloaded machine, is over at once, and the next one counts."""
         last = self._generation
         deadline = time.monotonic() + DEADLINE_SECONDS
         while True:
@@ -248,7 +248,7 @@ def row(case: str, ours: float, theirs: float, unit: str) -> BenchRow:
 
 
 def all_to_all(found: Sequence[Found], name: str, size: int) -> float:
-    """What a member would send if it pinged every other: a ping to each, an answer to each."""
+    """The cost of a member that pings every other one: a ping to each, and an answer to each."""
     messages = 2 * (size - 1) / ping_interval(PEER_TIMEOUT)
     if name == "messages":
         return messages
@@ -257,18 +257,18 @@ def all_to_all(found: Sequence[Found], name: str, size: int) -> float:
 
 
 def scale(name: str, members: int) -> float:
-    """What the fitted line goes by: seconds and the proposer's calls by the members, messages by their logarithm."""
+    """The x value of the fitted line: the members for seconds and calls, their logarithm for messages and bytes."""
     return math.log10(members) if name in WITH_DIGITS else float(members)
 
 
 def mean_and_busiest(one: Found, name: str) -> tuple[float, float]:
-    """Of seconds, which all members need together, one number twice."""
+    """The pair of a field; seconds, which are for all members together, are one number twice."""
     value = getattr(one, name)
     return value if isinstance(value, tuple) else (value, value)
 
 
 def line_through(found: Sequence[Found], name: str) -> tuple[float, float]:
-    """Intercept and slope of the least squares; of the busiest where there is one."""
+    """Intercept and slope of the least squares, for the busiest member where a field has one."""
     points = [one for one in found if one.members >= FITTED_FROM] or list(found)
     numbers = [mean_and_busiest(one, name)[1] for one in points]
     if len(points) < 2:

@@ -1,17 +1,17 @@
-"""How long a job stands still when a node is killed or joins, by phase, against the limits that are promised.
+"""How long a job stands still when a node is killed or joins, by phase, against the promised limits.
 
-Real torchrun nodes of this machine train the bundled digits over gloo. One node after the other, drawn by a seed or the
-one that hosts the endpoint, is killed (SIGKILL to its agent and all its workers) and started again, so that deaths and
-joins take turns; or it falls silent first (SIGSTOP to all of them). All times are from the run's own event files:
+Real torchrun nodes of this machine train the bundled digits over gloo. One node after the other (drawn by a seed, or
+the host of the endpoint) is killed (SIGKILL to its agent and all its workers) and started again, so that deaths and
+joins alternate. Or it falls silent first (SIGSTOP to the same). All times are from the run's own event files:
 
 - *killed*: from the SIGKILL to the first step that the survivors' next world commits. Its phases are those of the
-  `world` event, as the slowest survivor wrote them; `redo` is the rest: the sight of the death, and the step again.
-- *silent*: from the SIGSTOP to a node that has not the lowest rank to the same step, without `--peer-timeout`; it may
-  be below 0, for the timeout counts from the last ping.
-- *joined*: from the last step of the old world to the first of the new one, with the same phases; `net` is that without
+  `world` event, as the slowest survivor wrote them; `redo` is the rest: noticing the death, and repeating the step.
+- *silent*: from the SIGSTOP to a node without the lowest rank to the same step, minus `--peer-timeout`. It may be
+  below 0, since the timeout counts from the last ping.
+- *joined*: from the last step of the old world to the first of the new one, with the same phases; `net` is that minus
   the median step of the new world.
 
-A row's `theirs` is the limit, so that a ratio above 1.0 is within it. The rows below it that are set in have its limit.
+A row's `theirs` is the limit, so a ratio above 1.0 is within it. The indented rows below a row have the same limit.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ from elastic_train.tools.drills.nodes import wait_until
 SEED = 1
 SETTLE_SECONDS = 120.0
 MIN_STEPS = 20
-"""committed in a world before the next change"""
+"""steps that a world commits before the next change"""
 JOIN_LIMIT = 0.01
-"""seconds that a join may cost the others beyond the step that it comes before"""
+"""seconds that a join may cost the other nodes beyond one step"""
 LARGE_JOIN_LIMIT = 0.1
 """the same with a state of 200 MB"""
 LARGE_TASK = "elastic_train.examples.parity_task:Parity"
 LARGE_FLAGS = ("--task", LARGE_TASK, "--bits", "14", "--hidden", "1470000", "--global-batch-size", "12")
-"""25 M parameters in float32, with as much again of momentum"""
+"""25 M parameters in float32, and momentum of the same size"""
 
 
 @dataclass(frozen=True)
 class RecoveryCase:
     nodes: int
     workers: int
-    """of a node"""
+    """per node"""
     kills: int
     limit: float
     """seconds, of the median"""
     worst: float
     of_endpoint: bool = False
-    """whether it is the node that hosts the endpoint that is killed"""
+    """whether the killed node is the host of the endpoint"""
     silent_for: float | None = None
-    """--peer-timeout, after which a node is lost that was frozen; None where it is killed at once"""
+    """--peer-timeout, after which a frozen node is lost; None: the node is killed at once"""
     flags: tuple[str, ...] = ()
     join_limit: float = JOIN_LIMIT
 
@@ -78,7 +78,7 @@ class RecoveryCase:
         return f"{'the host of the endpoint' if self.of_endpoint else 'one node'} killed"
 
     def victims(self, cluster: Cluster) -> list[Place]:
-        """The nodes into one of which the fault is injected."""
+        """The nodes from which the victim is drawn."""
         if self.of_endpoint:
             return wait_until(lambda: cluster.hosting, "host", SETTLE_SECONDS)  # type: ignore[no-any-return]
         if self.silent_for is not None:
@@ -95,12 +95,12 @@ THOROUGH = {C10d.name: (THREE, ENDPOINT, SILENT, EIGHT, LARGE), Etcd3.name: (THR
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Quick: a minute or two; else some ten."""
+    """Measure recovery under c10d. Quick: a minute or two; else about ten."""
     return table.report("recovery", measure_all(C10d.name, quick))
 
 
 def run_etcd(quick: bool) -> dict[str, Any]:
-    """The same where nodes meet in an etcd cluster of three members, started for it."""
+    """Measure recovery with an etcd cluster of three members, which it starts."""
     return table.report("recovery-etcd", measure_all(Etcd3.name, quick))
 
 
@@ -116,7 +116,7 @@ def measure_all(backend: str, quick: bool) -> list[BenchRow]:
 
 
 def measure(backend: str, case: RecoveryCase, run_dir: Path) -> list[BenchRow]:
-    """Kill and bring back, so often as the case says."""
+    """Kill nodes and bring them back, as often as the case asks for."""
     chance = random.Random(SEED)
     timeout = () if case.silent_for is None else ("--peer-timeout", str(case.silent_for))
     kills: list[dict[str, float]] = []
@@ -146,8 +146,8 @@ def measure(backend: str, case: RecoveryCase, run_dir: Path) -> list[BenchRow]:
 def training_nodes(
     run_dir: Path, number: int, flags: Sequence[str] = (), *, num_places: int | None = None, **more: Any
 ) -> Iterator[Cluster]:
-    """So many nodes that train together, as fast as they can; `num_places` where others are to join, `more` as
-    `Cluster` takes it. All that runs is ended on the way out."""
+    """Yield `number` nodes that train together as fast as they can; end all of them on exit. A `num_places` above
+    `number` leaves room for joins; `more` is for `Cluster`."""
     with closing(Record(run_dir)) as record:
         endless = ("--epochs", "1000000", "--eval-every", "1000000", "--no-progress", *flags)
         with closing(Cluster(run_dir, record, endless, num_nodes=num_places or number, **more)) as cluster:
@@ -159,7 +159,7 @@ def training_nodes(
 
 
 def rows_of(case: str, found: Sequence[dict[str, float]], limit: float, step: float = 0.0) -> list[BenchRow]:
-    """The median of the whole, then of every phase; `spread` in seconds. The whole may take `step` seconds more."""
+    """The median of the whole, then of every phase; `spread` in seconds. The limit of the whole is longer by `step`."""
     rows = []
     for phase in found[0]:
         name, its_limit = (case, limit + step) if phase == "all" else (f"  {phase}", limit)
@@ -168,14 +168,14 @@ def rows_of(case: str, found: Sequence[dict[str, float]], limit: float, step: fl
 
 
 def kill(cluster: Cluster, victim: Place) -> dict[str, float]:
-    """Seconds from the SIGKILL to the survivors' next step: `all`, then by phase."""
+    """Kill a node; return the seconds until the survivors' next step: `all`, then by phase."""
     generation = cluster.watch.generation
     killed = cluster.kill([victim])
     return in_phases(cluster, generation, first_step_after(cluster, generation) - killed)
 
 
 def freeze(cluster: Cluster, victim: Place, peer_timeout: float) -> dict[str, float]:
-    """Seconds from the SIGSTOP to the others' next step, without the peer timeout. The node is killed then."""
+    """Freeze a node, and kill it after the other nodes' next step; return the seconds to it, minus the peer timeout."""
     assert victim.node is not None
     generation = cluster.watch.generation
     victim.effect = NodeState.FROZEN
@@ -188,7 +188,7 @@ def freeze(cluster: Cluster, victim: Place, peer_timeout: float) -> dict[str, fl
 
 
 def in_phases(cluster: Cluster, generation: int, total: float) -> dict[str, float]:
-    """What those who went on from `generation` in place did in `total` seconds."""
+    """Divide `total` seconds into the phases of the members that went on from `generation` in place."""
     worlds = read_history(cluster.run_dir).of("world")
     pids = {event["pid"] for event in worlds if event["generation"] == generation}
     world = [event for event in worlds if event["generation"] == generation + 1]
@@ -196,13 +196,13 @@ def in_phases(cluster: Cluster, generation: int, total: float) -> dict[str, floa
     if cluster.watch.generation != generation + 1 or not stayed:
         raise ElasticTrainError(f"the survivors needed more than one attempt after generation {generation}")
     slowest = max(stayed, key=lambda event: sum(event["seconds"].values()))["seconds"]
-    # `detect` counts from the start of the step in hand, of which a part may lie before the fault.
+    # Without `detect`: it counts from the start of the current step, which may be before the fault.
     phases = {name: float(slowest[name]) for name in ("abort", "meet", "init", "sync")}
     return {"all": total, **phases, "redo": max(0.0, total - sum(phases.values()))}
 
 
 def join(cluster: Cluster, place: Place) -> dict[str, float]:
-    """Seconds that the others stand still for a newcomer: `all`, by phase, `net` and the median `step` afterwards."""
+    """Start a newcomer; return the seconds of standstill: `all`, by phase, `net` and the median `step` afterwards."""
     generation = cluster.watch.generation
     cluster.start(place)
     first_step = first_step_after(cluster, generation)
@@ -215,7 +215,7 @@ def join(cluster: Cluster, place: Place) -> dict[str, float]:
 
 
 def first_step_after(cluster: Cluster, generation: int) -> float:
-    """When a world after `generation` committed its first step; waits for it."""
+    """Wait until a world after `generation` has committed its first step; return that time."""
 
     def first_step() -> float | None:
         cluster.watch.poll()

@@ -1,12 +1,12 @@
-"""A step with ordered reduction against plain DDP at the same global batch: twice, for two prices.
+"""A step with ordered reduction against plain DDP at the same global batch, in two comparisons.
 
-Against DDP that runs the very same micro-batches, accumulated under `no_sync`, shows what the fixed tree and its
-exchange cost. Against DDP with one batch per rank shows the price, or the gain, of micro-batches as well.
+DDP that runs the same micro-batches, accumulated under `no_sync`, shows the cost of the fixed tree and its exchange.
+DDP with one batch per rank shows the cost, or the gain, of micro-batches as well.
 
-All three train the same model from the same weights in the same processes over one process group, a step of each in
-turn, so that whatever else the machine does hits all of them. Further rows: the time from the last backward pass to
-the finished gradient, waiting for peers included, against an all-reduce of the same bytes alone; and the memory held,
-in gradients, against its bound.
+All three train the same model from the same weights in the same processes over one process group. Their steps take
+turns, so that other load on the machine hits all of them. Further rows compare the time from the last backward pass to
+the finished gradient, including the wait for peers, with an all-reduce of the same bytes alone; and the memory held,
+in gradients, with its bound.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class ReductionCase:
-    """What is trained, on made-up images."""
+    """The model that is trained, on made-up images."""
 
     model: str
     batch: int
@@ -82,7 +82,7 @@ CASES = (
 
 
 def run(quick: bool) -> dict[str, object]:
-    """Worlds of two and four workers on this machine, one thread each. Quick: about a minute."""
+    """Measure worlds of two and four workers on this machine, one thread each. Quick: about a minute."""
     rows: list[BenchRow] = []
     for world_size in (2, 4):
         with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +94,7 @@ def run(quick: bool) -> dict[str, object]:
 
 
 def local_world(rank: int, world_size: int) -> World:
-    """As far as a reduction needs one: processes of this machine that nobody watches."""
+    """A world with only the parts that a reduction needs: processes of this machine, without watchers."""
     members = tuple(
         Member(
             host="localhost",
@@ -128,14 +128,14 @@ def _work(rank: int, world_size: int, port: int, quick: bool, out: Path) -> None
 
 
 def measure(case: ReductionCase, world: World, seconds: float) -> list[BenchRow]:
-    """All rows of one case, for about so long; every rank calls it."""
+    """Measure one case for about `seconds`, and return its rows; every rank calls it."""
     ordered = Ordered(case, world)
     gradient = torch.zeros(sum(parameter.numel() for parameter in ordered.model.parameters()))
     steps: dict[str, Callable[[], object]] = {
         "ordered": ordered.step,
         "accumulated": plain_step(case, world, is_accumulating=True),
         "whole": plain_step(case, world, is_accumulating=False),
-        "all-reduce": partial(dist.all_reduce, gradient),  # of a gradient's bytes, with nothing to overlap with
+        "all-reduce": partial(dist.all_reduce, gradient),  # of a gradient's bytes, without anything to overlap
     }
     for step in steps.values():
         for _ in range(3):  # DDP's bucket order, allocations
@@ -154,8 +154,8 @@ def measure(case: ReductionCase, world: World, seconds: float) -> list[BenchRow]
                 found["exchange"].append(ordered.reduction.exchange_seconds - before)
     label = f"{case.model} batch {case.batch} V={VIRTUAL_RANKS} W={world.world_size}"
     grad_bytes = sum(parameter.nbytes for parameter in ordered.model.parameters())
-    held = 1 + ordered.reduction.memory_bytes / grad_bytes  # within a step, the leaf that autograd makes
-    bound = math.log2(VIRTUAL_RANKS) + 2  # that in `.grad` included
+    held = 1 + ordered.reduction.memory_bytes / grad_bytes  # plus the gradient that autograd makes for a leaf
+    bound = math.log2(VIRTUAL_RANKS) + 2  # includes the one in `.grad`
     rows = [
         row(f"{label}: DDP, same micro-batches", found["ordered"], found["accumulated"]),
         row(f"{label}: DDP, one batch a rank", found["ordered"], found["whole"]),
@@ -169,12 +169,12 @@ def measure(case: ReductionCase, world: World, seconds: float) -> list[BenchRow]
 
 
 def row(case: str, ours: list[float], theirs: list[float]) -> BenchRow:
-    """From seconds."""
+    """Make a row of milliseconds from seconds."""
     return BenchRow.of_costs(case, [1e3 * seconds for seconds in ours], [1e3 * seconds for seconds in theirs], "ms")
 
 
 def timed(step: Callable[[], object]) -> float:
-    """Seconds from the moment that all ranks begin."""
+    """Time a step, in seconds, after a barrier of all ranks."""
     dist.barrier()
     started = time.perf_counter()
     step()
@@ -202,7 +202,7 @@ def seeded_loss(module: nn.Module, micro_batch: MicroBatch, batch: tuple[Tensor,
 
 
 def micro_batches(case: ReductionCase, world: World) -> Share:
-    """This rank's virtual ranks of the one global batch."""
+    """The micro-batches of this rank's virtual ranks."""
     images, labels = case.samples()
     first, end = split(VIRTUAL_RANKS, world.rank, world.world_size)
     found = []
@@ -221,7 +221,7 @@ def micro_batches(case: ReductionCase, world: World) -> Share:
 
 
 def plain_step(case: ReductionCase, world: World, *, is_accumulating: bool) -> Callable[[], None]:
-    """A training step as one would write it, with a rank's samples in micro-batches or at once."""
+    """Return a plain training step, with a rank's samples in micro-batches or in one batch."""
     ddp = DistributedDataParallel(case.build(), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
     batches = [batch for _, batch in micro_batches(case, world)]

@@ -1,6 +1,6 @@
-"""What a good user would run in this package's place; it trains none of them.
+"""What a good user would run in place of this package, and without it.
 
-Each trains the bundled job of a drill, and tells of its steps as the events of a run.
+Each rival trains the bundled job of a drill, and writes its steps as the events of a run.
 
     torchrun ... --no-python python -m elastic_train.tools.bench.rivals restarts RUN_DIR
     python -m elastic_train.tools.bench.rivals replicas RUN_DIR LIGHTHOUSE NUMBER NUM_REPLICAS
@@ -27,7 +27,7 @@ from elastic_train.tools.drills.task import PacedDigits
 from elastic_train.world import host_name
 
 BATCH_PER_RANK = 21
-"""samples; of three ranks as many as our default global batch"""
+"""samples; three ranks have about our default global batch"""
 SNAPSHOT_EVERY = 20
 """steps"""
 TIMEOUT = timedelta(seconds=5)
@@ -36,7 +36,7 @@ task = PacedDigits()
 
 
 def build_model() -> nn.Module:
-    """The same on every rank."""
+    """Build the model, with the same weights on every rank."""
     torch.manual_seed(0)
     return task.build_model()
 
@@ -46,7 +46,7 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def endless(loader: DataLoader[Any], sampler: DistributedSampler[Any], epoch: int) -> Iterator[tuple[int, Any]]:
-    """(epoch, batch), from the beginning of an epoch on; a rival trains until it is ended."""
+    """Yield (epoch, batch) from the beginning of an epoch on, without end: a rival trains until it is killed."""
     while True:
         sampler.set_epoch(epoch)
         for batch in loader:
@@ -55,23 +55,23 @@ def endless(loader: DataLoader[Any], sampler: DistributedSampler[Any], epoch: in
 
 
 class StepLog:
-    """The `step` events of one process. They have one generation: the goodput is told by times and world sizes."""
+    """The `step` events of one process, all of generation 0: goodput needs only times and world sizes."""
 
     def __init__(self, run_dir: Path) -> None:
         self._identity = {"pid": os.getpid(), "host": host_name()}
         self._lines = JsonLines(run_dir / "events" / file_name(host_name(), 0, os.getpid()))
 
     def write(self, step: int, epoch: int, world_size: int, loss: Tensor) -> None:
-        """Of the one rank that speaks for all, once the optimizer has stepped."""
+        """Write a step, once the optimizer has stepped; only one rank may call it."""
         line = {"time": time.time(), "event": "step", "rank": 0, "world_size": world_size, "generation": 0}
         self._lines.write(line | self._identity | {"step": step, "epoch": epoch, "loss": loss.item()})
 
 
 def restarts(run_dir: Path) -> None:
-    """DDP as PyTorch's tutorial on fault-tolerant training has it: snapshots, and torchrun restarts everybody.
+    """DDP as in PyTorch's tutorial on fault-tolerant training: with snapshots, and torchrun restarts all workers.
 
-    https://docs.pytorch.org/tutorials/beginner/ddp_series_fault_tolerance.html. Unlike there a snapshot is written
-    every second or so, and never torn.
+    https://docs.pytorch.org/tutorials/beginner/ddp_series_fault_tolerance.html. Unlike there, a snapshot is written
+    about every second, and never torn.
     """
     snapshot, draft = run_dir / "snapshot.pt", run_dir / "snapshot.tmp"
     dist.init_process_group("gloo")
@@ -102,9 +102,9 @@ def restarts(run_dir: Path) -> None:
 
 
 def replicas(run_dir: Path, lighthouse: str, number: int, num_replicas: int) -> None:
-    """DDP over torchft's replicas: who dies costs a step, and who comes is healed by the others while they train.
+    """DDP over torchft's replicas: a death costs a step, and the other replicas heal a new one while they train.
 
-    After the example of its README; its timeouts are as short as it still works with.
+    After the example of torchft's README, with the shortest timeouts with which it still works.
     """
     import torchft
 

@@ -1,13 +1,13 @@
 """What a snapshot costs training: ours beside torch.save and torch.distributed.checkpoint, one right after the other.
 
-Each way has a process of its own for each round, so that a first call is one and a peak is its own. It trains (a
-product of matrices over and over) and saves a state of so many bytes beside that. What a save costs is the time until
-it is durable, less what the steps of that time take by themselves: by the median of those right before it. First a core
-is left idle, then the steps have all of them.
+Each way of saving has a new process per round, so that first calls and memory peaks are its own. The process trains (it
+multiplies matrices again and again) and saves a state beside that. The cost of a save is the time until it is durable,
+minus the time that the steps meanwhile take by themselves, by the median of the steps right before it. At first the
+steps leave a core idle, then they use all cores.
 
-All write the same bytes to the same disk and flush them. A row's ratio is theirs in terms of ours: above 1.0 ours costs
-less. Beside memcpy, which copies the same bytes into memory that is there, ours takes at most 1.25 times as long where
-the ratio is 0.8 at least.
+All ways write the same bytes to the same disk and flush them. A row's ratio is theirs to ours: above 1.0 ours costs
+less. memcpy copies the same bytes into memory that exists already. A ratio of at least 0.8 to it means that ours takes
+at most 1.25 times as long.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ OURS = "ours"
 RIVALS = ("torch.save", "DCP save", "DCP async_save", "DCP async_save, cached stager")
 CHILD_SECONDS = 300.0
 LEAST_SECONDS = 0.001
-"""of what is lost: less is noise"""
+"""of a loss: less is noise"""
 NUM_TENSORS = 64
 SIDE = 512
-"""of the matrices of a step: some milliseconds"""
+"""of the matrices of a step, which takes some milliseconds"""
 BASELINE_SECONDS = 1.0
-"""of steps by themselves, before each save"""
+"""of steps alone, before each save"""
 
 Save = Callable[[dict[str, Any], int], Callable[[], bool]]
-"""begins to save, as a step; blocks as long as it has to. Gives what says whether it is durable"""
+"""begins to save a state under a step number, and blocks as long as it must; returns a test whether it is durable"""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one way; seconds by call."""
+    """The cost of one way of saving; seconds by call."""
 
     blocked: list[float]
-    """with a core idle; the first one comes with all that is done once"""
+    """with a core idle; the first call includes all one-time work"""
     total: list[float]
     """until durable, with a core idle"""
     lost_idle: list[float]
@@ -67,32 +67,32 @@ class Cost:
     extra_bytes: int
     """at the peak of all calls"""
     memcpy: float
-    """of the same bytes, into memory that is there, with a core idle"""
+    """of the same bytes, into existing memory, with a core idle"""
     hashed: float
-    """of the same bytes, as the ranks of a world compare their states, with a core idle; ours alone"""
+    """of the same bytes, by the hash that compares the ranks' states, with a core idle; only for ours"""
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class SnapshotEffort:
-    """How much is measured."""
+    """How much to measure."""
 
     num_bytes: int
     rounds: int
     calls: int
-    """by each process with a core idle, and as many with none"""
+    """per process with a core idle, and as many with none"""
 
 
 QUICK, THOROUGH = SnapshotEffort(120_000_000, 1, 2), SnapshotEffort(1_200_000_000, 3, 3)
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """The costs of a snapshot, by way."""
+    """Measure the cost of a snapshot for each way of saving."""
     return table.report("snapshot", rows_of(measure_all(QUICK if quick else THOROUGH)))
 
 
 def measure_all(effort: SnapshotEffort) -> dict[str, list[Cost]]:
-    """By way, a cost for each round."""
+    """Measure each way of saving once per round."""
     found: dict[str, list[Cost]] = {way: [] for way in (OURS, *RIVALS)}
     for _ in range(effort.rounds):
         for way, costs in found.items():
@@ -144,7 +144,7 @@ _METRICS: tuple[tuple[str, str, Callable[[Cost], float]], ...] = (
 
 
 class OurWriter:
-    """Also makes its buffers beside the steps, as training does."""
+    """Our writer, which prepares its buffers at the start, as in training."""
 
     def __init__(self, folder: Path, state: dict[str, Any]) -> None:
         self._writer = SnapshotWriter(folder, keep=1, host="bench", run_uid="bench", task={})
@@ -159,7 +159,7 @@ class OurWriter:
         return self._is_durable
 
     def _is_durable(self) -> bool:
-        """Raises: SnapshotError: it was not written."""
+        """Return whether the snapshot is durable. Raises: SnapshotError: it was not written."""
         if self._writer.is_busy():
             return False
         for outcome in self._writer.collect():
@@ -184,7 +184,7 @@ def dcp_save(folder: Path, state: dict[str, Any], step: int) -> Callable[[], boo
 
 
 def dcp_async_save(folder: Path, stager: DefaultStager | None, state: dict[str, Any], step: int) -> Callable[[], bool]:
-    """The same beside training; `stager` keeps its buffers from call to call."""
+    """torch.distributed.checkpoint beside training; a `stager` keeps its buffers from call to call."""
     writer = FileSystemWriter(folder / f"step-{step}")
     future = async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
     assert isinstance(future, Future)
@@ -192,7 +192,7 @@ def dcp_async_save(folder: Path, stager: DefaultStager | None, state: dict[str, 
 
 
 def measure(way: str, num_bytes: int, calls: int, folder: Path) -> Cost:
-    """Of so many saves with a core idle, and as many with none."""
+    """Measure `calls` saves with a core idle, and as many with none."""
     per_tensor = num_bytes // NUM_TENSORS // 4
     state = {"model": {f"w{number}": torch.full((per_tensor,), float(number)) for number in range(NUM_TENSORS)}}
     (Path("/proc/self/clear_refs")).write_text("5")  # the peak counts from here
@@ -212,13 +212,13 @@ def measure(way: str, num_bytes: int, calls: int, folder: Path) -> Cost:
             lost_idle.append(lost)
         remove_old(folder)
     extra = max(0, status_bytes("VmHWM") - before)
-    torch.set_num_threads(idle)  # memcpy is what the calls with a core idle are measured against
+    torch.set_num_threads(idle)  # memcpy is compared with the calls with a core idle
     hashed = fastest(lambda: hash_of(state["model"])) if way == OURS else 0.0
     return Cost(blocked, total, lost_idle, lost_busy, extra, copy_seconds(state["model"]), hashed, num_bytes)
 
 
 def way_of(name: str, folder: Path, state: dict[str, Any]) -> tuple[Save, float]:
-    """And the seconds that it has taken already."""
+    """Return the way of saving, and the seconds that its preparation took."""
     if name == OURS:
         ours = OurWriter(folder, state)
         return ours, ours.prepared
@@ -231,7 +231,7 @@ def way_of(name: str, folder: Path, state: dict[str, Any]) -> tuple[Save, float]
 
 
 def save_once(save: Save, state: dict[str, Any], call: int) -> tuple[float, float, float]:
-    """Seconds that it held training up, until it was durable, and of training that it cost."""
+    """Save once; return the seconds that it blocked training, until it was durable, and of training that it cost."""
     matrix = torch.ones(SIDE, SIDE)
 
     def step() -> None:
@@ -265,7 +265,7 @@ def copy_seconds(tensors: dict[str, torch.Tensor]) -> float:
 
 
 def fastest(work: Callable[[], object]) -> float:
-    """Seconds, of three times."""
+    """The least seconds of three runs."""
     found = []
     for _ in range(3):
         started = time.perf_counter()
@@ -281,7 +281,7 @@ def status_bytes(name: str) -> int:
 
 
 def remove_old(folder: Path) -> None:
-    """What DCP has written; ours deletes by itself, and torch.save replaces."""
+    """Remove what DCP has written; ours prunes by itself, and torch.save replaces its file."""
     for path in folder.glob("step-?"):
         shutil.rmtree(path)
 

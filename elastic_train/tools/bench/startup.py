@@ -1,12 +1,12 @@
-"""How long a newcomer takes, from the start of its torchrun to its first step, by phase, against the promised limit.
+"""How long a newcomer takes from the start of its torchrun to its first step, by phase, against the promised limit.
 
 Two real torchrun nodes of this machine train the bundled digits over gloo as fast as they can. A third one joins, is
-killed, and joins again. Beside the same two, before and after each join, it is measured what a newcomer cannot do
-without: an interpreter, `import torch`, `import torch._dynamo` (DDP and the optimizers import it). The limit of a join
-is twice the first two, for there is an agent and a worker, once the third, and ALLOWANCE_SECONDS.
+killed, and joins again. Before and after each join, the unavoidable parts of a newcomer's start are measured beside the
+same two nodes: an interpreter, `import torch`, and `import torch._dynamo` (DDP and the optimizers import it). The limit
+of a join is twice the first two (for the agent and the worker), once the third, and ALLOWANCE_SECONDS.
 
-A row's `theirs` is the limit, and a ratio above 1.0 is within it. Rows that are set in are the phases, one after the
-other; each stands beside its own part of the limit, those that have none beside ALLOWANCE_SECONDS, which they share.
+A row's `theirs` is the limit, and a ratio above 1.0 is within it. Indented rows are the phases in their order. Each is
+compared with its own part of the limit; phases without one share ALLOWANCE_SECONDS, and are compared with that.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ print(json.dumps([imported - started, time.monotonic() - imported]))
 
 @dataclass(frozen=True)
 class Imports:
-    """What no newcomer can do without, in seconds."""
+    """The unavoidable parts of a newcomer's start, in seconds."""
 
     interpreter: float
     torch: float
@@ -63,7 +63,7 @@ class Imports:
 
 @dataclass(frozen=True)
 class JoinTimes:
-    """Seconds of each phase of one join, in their order, and of the imports that were measured beside it."""
+    """Seconds of each phase of one join, in order, and of the imports that were measured beside it."""
 
     phases: dict[str, float]
     imports: Imports
@@ -74,7 +74,7 @@ class JoinTimes:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Quick: about two minutes; else some six."""
+    """Measure joins. Quick: about two minutes; else about six."""
     with tempfile.TemporaryDirectory(prefix="elastic-train-bench-") as scratch:
         return table.report("startup", rows_of(measure(QUICK if quick else THOROUGH, Path(scratch) / "run")))
 
@@ -92,7 +92,7 @@ def rows_of(joins: Sequence[JoinTimes]) -> list[BenchRow]:
 
 
 def measure(num_joins: int, run_dir: Path) -> list[JoinTimes]:
-    """So many joins, each with what imports take before and after it. Raises: TooSlow where one does not come about."""
+    """Measure `num_joins` joins, and the imports before and after each. Raises: TooSlow: a node did not join."""
     joins: list[JoinTimes] = []
     with training_nodes(run_dir, NUM_TRAINING, num_places=NUM_TRAINING + 1) as cluster:
         newcomer = cluster.places[-1]
@@ -112,7 +112,7 @@ def measure(num_joins: int, run_dir: Path) -> list[JoinTimes]:
 
 
 def measure_imports() -> Imports:
-    """Beside whatever else runs. Blocks for two interpreters, one after the other."""
+    """Measure the imports beside the running nodes. Blocks for two interpreters, one after the other."""
     started = time.monotonic()
     subprocess.run([sys.executable, "-c", "pass"], check=True)
     interpreter = time.monotonic() - started
@@ -123,13 +123,13 @@ def measure_imports() -> Imports:
 
 
 def join(cluster: Cluster, place: Place) -> dict[str, float]:
-    """Start a node there; seconds of each phase until the first step that it takes part in."""
+    """Start a node; return the seconds of each phase until the first step in which it takes part."""
     generation = cluster.watch.generation
     started = time.time()
     cluster.start(place)
     node = place.node
     assert node is not None, "started"
-    # The rendezvous says it, which torchrun makes when it has imported everything.
+    # The line is by the rendezvous, which torchrun creates after all imports.
     wait_until(lambda: b"elastic_train: meeting" in node.log.read_bytes(), "line of the agent", SETTLE_SECONDS)
     announced = node.log.stat().st_mtime
     first_step = first_step_after(cluster, generation)
@@ -149,6 +149,6 @@ def join(cluster: Cluster, place: Place) -> dict[str, float]:
         "process group and state": mine["world"]["time"],
         "first step": first_step,
     }
-    # The kernel tells a process's start, and a file's last change, to some milliseconds.
+    # The kernel's times of a process's start and of a file's last change are off by some milliseconds.
     moments = accumulate([started, *ends.values()], max)
     return {name: end - begin for name, (begin, end) in zip(ends, pairwise(moments), strict=True)}

@@ -17,7 +17,7 @@ from elastic_train.wording import aligned
 
 HEAD = ("case", "ours", "theirs", "unit", "ratio", "spread")
 LEFT = (0, 3)
-"""columns of words"""
+"""columns of words, aligned to the left"""
 
 
 @dataclass(frozen=True)
@@ -31,23 +31,23 @@ class BenchRow:
     """median, in `unit`"""
     unit: str
     ratio: float
-    """median of ours in terms of theirs, pair by pair: 1.0 is equal and above 1.0 is better"""
+    """median ratio of ours to theirs over the pairs: 1.0 is equal and above 1.0 is better"""
     spread: float
     """interquartile range of the pairs' ratios"""
 
     @classmethod
     def of_rates(cls, case: str, ours: Sequence[float], theirs: Sequence[float], unit: str) -> BenchRow:
-        """From rates (more is better) that were measured in pairs, one right after the other."""
+        """Make a row of rates (more is better) that were measured in pairs, one right after the other."""
         return cls._of_pairs(case, ours, theirs, unit, [our / their for our, their in zip(ours, theirs, strict=True)])
 
     @classmethod
     def of_costs(cls, case: str, ours: Sequence[float], theirs: Sequence[float], unit: str) -> BenchRow:
-        """From seconds or bytes (less is better) that were measured in pairs."""
+        """Make a row of seconds or bytes (less is better) that were measured in pairs."""
         return cls._of_pairs(case, ours, theirs, unit, [their / our for our, their in zip(ours, theirs, strict=True)])
 
     @classmethod
     def within(cls, case: str, ours: Sequence[float], limit: float, unit: str = "s") -> BenchRow:
-        """From seconds or the like (less is better) beside the limit of their median; `spread` is in `unit`."""
+        """Make a row of costs (less is better) beside the limit of their median; `spread` is in `unit`."""
         median = statistics.median(ours)
         return cls(case, median, limit, unit, limit / max(median, 1e-6), iqr(ours))
 
@@ -69,7 +69,7 @@ def iqr(values: Sequence[float]) -> float:
 
 
 def report(bench: str, rows: Sequence[BenchRow]) -> dict[str, Any]:
-    """What `elastic-train bench NAME --json FILE` writes."""
+    """The contents of `elastic-train bench NAME --json FILE`."""
     import torch
 
     return {
