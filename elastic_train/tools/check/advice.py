@@ -1,4 +1,4 @@
-"""What a rule says, and the words for it."""
+"""The findings of rules, and helpers for their texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic_train.tools.check.facts import Gathered, WorkerFacts
 
 class Level(StrEnum):
     BREAKS = "BREAKS"
-    """it would end the job, keep it from starting, or cost it what it promises"""
+    """it would end the job, keep it from starting, or break a promise"""
     MATTERS = "warning"
     """it will be slow or fragile"""
     FINE = "ok"
@@ -46,7 +46,7 @@ def skipped(what: str) -> list[Finding]:
 
 
 def by_value(values: Iterable[str]) -> dict[str, list[int]]:
-    """Ranks by what each has; the values are by rank."""
+    """Map each value to the ranks that have it; the values are by rank."""
     found: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         found.setdefault(value, []).append(rank)
@@ -60,7 +60,7 @@ def errors(gathered: Gathered, error_of: Callable[[WorkerFacts], str | None]) ->
 
 
 def nodes_of(gathered: Gathered, ranks: Iterable[int]) -> str:
-    """The nodes of ranks, in words; a few of them where they are many."""
+    """The nodes of ranks, in words; of many only the first few."""
     names = list(dict.fromkeys(gathered.name(rank) for rank in ranks))
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more nodes" if len(names) > 5 else "")
 

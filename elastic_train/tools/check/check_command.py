@@ -1,4 +1,4 @@
-"""`elastic-train check`: the order in which things are looked at, the rules that judge them, and what is printed."""
+"""`elastic-train check`: the order of the checks, the rules that judge the facts, and the output."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from elastic_train.tools.check.facts import Gathered, RendezvousFacts, Wanted
 from elastic_train.wording import count
 
 OWN_ID = "check"
-"""follows the job's run id where its workers meet"""
+"""follows the job's run id in the rendezvous of the check"""
 LEAST_PEER_TIMEOUT = 30.0
-"""seconds: here nobody is in a hurry to be rid of a slow node"""
+"""seconds: a check need not lose a slow node soon"""
 RULES: tuple[Callable[[Gathered], list[Finding]], ...] = (
     world_rules.world_is_the_one_asked_for,
     world_rules.versions_are_equal,
@@ -37,11 +37,11 @@ RULES: tuple[Callable[[Gathered], list[Finding]], ...] = (
     node_rules.there_is_room,
     node_rules.grace_is_long_enough,
 )
-"""in the order in which a person would look: pure functions, which say what they find for whoever starts the job"""
+"""in the order in which a person would look: pure functions, whose findings are for the user that starts the job"""
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """Look, judge, print. Under torchrun every worker calls it. Returns 0, or 1 if something would break the job.
+    """Gather, judge and print. Under torchrun every worker calls it. Returns 0, or 1 if something would break the job.
 
     Raises:
         UsageError: a flag of the check or of the job is wrong.
@@ -62,7 +62,7 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 
 def judge(gathered: Gathered) -> list[Finding]:
-    """What every rule finds."""
+    """The findings of all rules."""
     return [finding for rule in RULES for finding in rule(gathered)]
 
 
@@ -71,7 +71,7 @@ def is_passed(findings: Iterable[Finding]) -> bool:
 
 
 def refuse_what_cannot_work(arguments: argparse.Namespace) -> None:
-    """Raises: UsageError; before anything that takes long."""
+    """Refuse flags that cannot work, before anything that takes long. Raises: UsageError."""
     first = next(iter(arguments.flags), "--")
     if first in ("-m", "--module") or not first.startswith("-"):
         raise UsageError(
@@ -92,19 +92,19 @@ def refuse_what_cannot_work(arguments: argparse.Namespace) -> None:
 def launch_of(config: Config, environ: Mapping[str, str]) -> Launch:
     launch = Launch.from_environment(environ, config.store_endpoint)
     if launch.c10d is not None or launch.etcd is not None:
-        # A job of its own, for a training under the same run id would take the check's workers in; and below the run's
-        # keys in etcd, where its user may write.
+        # A job of its own: a training under the same run id would admit the check's workers. Its keys in etcd are below
+        # the run's, where its user may write.
         c10d = launch.c10d and replace(launch.c10d, join_timeout=config.formation_timeout)
         return replace(launch, run_id=f"{launch.run_id}/{OWN_ID}", c10d=c10d)
     return launch
 
 
 def of_the_job(config: Config, launch: Launch, workers: int | None) -> tuple[Config, Launch]:
-    """The flags and the launch that a worker of the job will have, as far as they are known here: without torchrun
-    nobody says how many nodes the job may have, and the tasks of srun are no workers of it.
+    """The flags and the launch that a worker of the job will have, as far as they are known here: without torchrun the
+    job's number of nodes is unknown, and the tasks of srun are not its workers.
 
     Args:
-        workers: of this node, where the check is one process alone.
+        workers: of this node, if the check is a single process.
     """
     if launch.agent_pid is not None:
         return config, launch
@@ -128,8 +128,8 @@ def wanted_of(arguments: argparse.Namespace, launch: Launch, environ: Mapping[st
 
 
 def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.Namespace) -> Gathered:
-    """Everything that the rules look at; of this worker alone where no world comes about."""
-    # Here, for they import torch, and a wrong flag should be told before that.
+    """Gather all facts for the rules; only those of this worker if no world forms."""
+    # Imported here: they import torch, and a wrong flag should be reported before that.
     from elastic_train.elastic.barriers import Waits
     from elastic_train.elastic.connect import Applicant, connect_worker
     from elastic_train.storage.run_directory import default_run_dir
@@ -168,7 +168,7 @@ def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.N
 
 
 def look_at_rendezvous(arguments: argparse.Namespace, launch: Launch) -> RendezvousFacts:
-    """The store of torchrun's options, or the one that the check's own name; once a node."""
+    """Check the rendezvous of torchrun's options, or of the check's own flags; once per node."""
     from elastic_train.tools.check.endpoint import look_at_endpoints, look_at_etcd
 
     if launch.local_rank != 0:
@@ -185,7 +185,7 @@ def look_at_rendezvous(arguments: argparse.Namespace, launch: Launch) -> Rendezv
 
 
 def etcd_settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> EtcdSettings:
-    """Raises: UsageError."""
+    """The settings of etcd by the check's own flags. Raises: UsageError."""
     conf: dict[str, object] = {}
     for part in filter(None, arguments.rdzv_conf.split(",")):
         key, equals, value = part.partition("=")
@@ -196,7 +196,7 @@ def etcd_settings(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
 
 
 def describe(findings: list[Finding]) -> list[str]:
-    """What was found, the worst last: that is what a person sees first in a log."""
+    """Lines for the findings, the worst last: people see the end of a log first."""
     lines = []
     order = (Level.FINE, Level.SKIPPED, Level.MATTERS, Level.BREAKS)
     for finding in sorted(findings, key=lambda finding: order.index(finding.level)):

@@ -1,4 +1,4 @@
-"""Where the workers of a job meet, looked at from one node: does it answer, and may this user write."""
+"""The rendezvous of a job, as one node finds it: does it answer, and may this user write."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEE_PAGE = "deploy/etcd/README.md has TLS, users and roles"
 
 
 def look_at_endpoints(endpoints: Sequence[str], run_id: str) -> RendezvousFacts:
-    """Those of c10d before the job. Of several a part may be missing: any one leads to a job that runs.
+    """Check the endpoints of c10d before the job. Some of several may be missing: any one leads to a running job.
 
     Args:
         run_id: of the job.
@@ -41,7 +41,7 @@ def look_at_endpoints(endpoints: Sequence[str], run_id: str) -> RendezvousFacts:
 
 
 def look_at_endpoint(endpoint: str, run_id: str) -> RendezvousFacts:
-    """Its name must resolve; whether somebody listens there already, is told."""
+    """Check one endpoint: its name must resolve. Report whether a program listens there already."""
     try:
         host, port = split_endpoint(endpoint)
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
@@ -64,8 +64,8 @@ def look_at_endpoint(endpoint: str, run_id: str) -> RendezvousFacts:
 
 
 def _holder_of(address: Address) -> str | None:
-    """The run id of the job of ours that answers at an address; None where none does. Blocks for STRANGER_SECONDS where
-    another program answers: a node that begins to serve it names its run a moment later."""
+    """The run id of the job of ours that answers at an address; None if there is none. Blocks for STRANGER_SECONDS if
+    another program answers: a node that has just begun to serve names its run a moment later."""
     deadline = time.monotonic() + STRANGER_SECONDS
     while True:
         try:
@@ -79,10 +79,10 @@ def _holder_of(address: Address) -> str | None:
 
 
 def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
-    """Each member by itself, then a write where the job will. Blocks some seconds where a member does not answer."""
+    """Check each member by itself, then write where the job will. Blocks some seconds if a member does not answer."""
     key = f"{settings.prefix}/{run_id}/{secrets.token_hex(6)}"
     met: dict[Problem, list[str]] = {}
-    """by what is wrong, the members that it is wrong with"""
+    """problem -> the members that have it"""
     for endpoint in settings.endpoints:
         connections = Connections(replace(settings, endpoints=(endpoint,)))
         try:
@@ -100,7 +100,7 @@ def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
     connections = Connections(settings)
     try:
         etcd = Etcd(connections, deadline=CALL_SECONDS)
-        lease = etcd.grant(60)  # so that nothing stays, whatever happens to this process
+        lease = etcd.grant(60)  # removes the key even if this process dies
         try:
             etcd.transact(Transaction([], [etcd.put_request(key, b"check", lease)], []))
         finally:
@@ -123,13 +123,13 @@ def unusable(what: str, do: str) -> RendezvousFacts:
 
 
 def why_silent(endpoint: str, settings: EtcdSettings, error: StoreUnreachable) -> Problem:
-    """What is wrong with a member that gave no answer: gRPC does not tell TLS at one end alone from a lost connection.
+    """Find out why a member gave no answer: to gRPC, TLS at only one end looks like a lost connection.
 
     Blocks for some seconds at most.
     """
     try:
         with socket.create_connection(split_endpoint(endpoint), CONNECT_SECONDS) as connection:
-            has_tls = speaks_tls(connection)  # None: it says nothing
+            has_tls = speaks_tls(connection)  # None: it does not answer
     except OSError as refused:
         return Problem(f"it does not answer: {refused.strerror or refused}", CHECK_ADDRESS)
     if has_tls is True and settings.ca is None:
@@ -147,7 +147,7 @@ def why_silent(endpoint: str, settings: EtcdSettings, error: StoreUnreachable) -
 
 
 def speaks_tls(connection: socket.socket) -> bool | None:
-    """Whether a TLS server is at the other end; not whether its certificate, or ours, is good. None: no answer."""
+    """Return whether a TLS server answers, whatever its certificate and ours are worth. None: no answer."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:

@@ -1,4 +1,4 @@
-"""What a check gathers, as plain values that JSON can carry from one worker to another."""
+"""The facts that a check gathers: plain values that JSON can carry from one worker to another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with where nodes meet, and what to do about it."""
+    """One thing that is wrong with the rendezvous, and what to do about it."""
 
     what: str
     do: str
@@ -31,12 +31,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class RendezvousFacts:
-    """What a node finds where the workers of a job meet."""
+    """What a node finds at the rendezvous of a job."""
 
     problems: tuple[Problem, ...] = ()
     """with the endpoint, or with some of its members"""
     is_usable: bool = True
-    """whether the problems leave enough of it to meet at"""
+    """whether the rendezvous works in spite of the problems"""
     notes: tuple[str, ...] = ()
     is_running: bool = False
     """whether the job itself answers there: it has begun"""
@@ -55,24 +55,24 @@ class WorkerFacts:
     local_rank: int
     local_world_size: int
     address: str
-    """IP address by which the others are to reach it"""
+    """IP address at which other workers are to reach it"""
     versions: dict[str, str]
-    """of python, torch, torchvision, elastic_train; cuda where torch has it, nccl where it is used"""
+    """of python, torch, torchvision, elastic_train; cuda if torch has it, nccl if it is used"""
     has_hook: bool
     """whether torchrun loads elastic_train's entry point on this node"""
     backend: str
     interface: str | None
     """network interface that has `address`, which gloo will take"""
     interfaces: tuple[str, ...]
-    """all of this node, as NAME=ADDRESS where they have an address, with the first one"""
+    """all of this node, as NAME=ADDRESS with the first address if they have one"""
     wanted_interfaces: dict[str, str]
-    """GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where they are set"""
+    """GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if they are set"""
     host_addresses: tuple[str, ...]
-    """what this node's own name resolves to; empty where it does not"""
+    """the addresses of this node's own name; empty if it does not resolve"""
     num_gpus: int
-    """that torch sees"""
+    """seen by torch"""
     num_gpu_devices: int
-    """that the driver shows in /dev"""
+    """shown by the driver in /dev"""
     gpu: Gpu | None
     device_error: str | None
     snapshot_dir: str
@@ -82,9 +82,9 @@ class WorkerFacts:
     shm_free: int
     """bytes in /dev/shm"""
     state_error: str | None
-    """why a worker would not start: by its flags, the run directory, or what it builds"""
+    """why a worker would not start: its flags, its run directory, or the model or data that it builds"""
     trained: str
-    """flags that say what is trained, and so what `state_bytes` is the size of"""
+    """the flags that choose the model and the data, to which `state_bytes` belongs"""
     state_bytes: int | None
     """size of a snapshot; measured by the first worker of a node"""
     snapshot_seconds: float | None
@@ -92,28 +92,28 @@ class WorkerFacts:
     num_loaders: int
     """DataLoader processes, --num-workers"""
     keep_snapshots: int
-    """that stay at most, when training ends"""
+    """the most snapshots that stay when training ends"""
     rendezvous: RendezvousFacts = RendezvousFacts()
     notices_of: str = ""
-    """whom --notices has asked, `off` for nobody"""
+    """the source that --notices asks, or `off`"""
     notice_seconds: float | None = None
-    """that a notice of that one leaves, where it is known before one comes"""
+    """seconds that a notice of this source leaves, if known in advance"""
     moments_error: str | None = None
-    """why what was measured is without the optimizer's moments"""
+    """why the measured snapshot lacks the optimizer's moments"""
     wanted_device: str = "auto"
     """by --device"""
 
 
 @dataclass(frozen=True)
 class SharedFacts:
-    """What one worker found in looking at the others."""
+    """What one worker found about the other workers."""
 
     unreachable: tuple[int, ...] = ()
     """ranks whose listener cannot be reached from here"""
     sees_directory_of: tuple[int, ...] = ()
-    """ranks whose file in the snapshot directory can be seen in this worker's"""
+    """ranks whose file this worker sees in its snapshot directory"""
     clock: float | None = None
-    """Unix seconds of a moment that is the same for all, but for milliseconds"""
+    """Unix seconds of a moment that is the same for all, up to milliseconds"""
     all_reduce_seconds: float | None = None
     """of ALL_REDUCE_BYTES over all workers, on their devices"""
     group_error: str | None = None
@@ -128,42 +128,42 @@ def to_json(facts: WorkerFacts | SharedFacts) -> str:
 
 
 def facts_of(kind: type[Facts], text: str) -> Facts:
-    """What `to_json` was given."""
+    """The facts that `to_json` was given."""
     return from_dict(kind, json.loads(text))
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What was asked for, as far as it is known."""
+    """What the user asked for, as far as it is known."""
 
     nodes: int | None = None
-    """--nodes, or how many the scheduler has given"""
+    """--nodes, or the number that the scheduler has given"""
     nodes_by: str = "--nodes"
-    """who says so"""
+    """the source of that number"""
     max_nodes: int = 1
     """of torchrun's --nnodes"""
     workers: int | None = None
-    """of this node, where the check is one process alone"""
+    """of this node, if the check is a single process"""
     grace_seconds: float = 30.0
     """between the signal to stop and the kill"""
     wants_shared_directory: bool = True
     is_c10d: bool = False
-    """whether nodes meet under c10d"""
+    """whether the rendezvous is c10d"""
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Everything, by rank; `shared` is empty where no world was formed."""
+    """All facts, by rank; `shared` is empty if no world was formed."""
 
     wanted: Wanted
     workers: tuple[WorkerFacts, ...]
     shared: tuple[SharedFacts, ...] = ()
     world_error: str | None = None
-    """why no world came about; then `workers` holds one alone"""
+    """why no world formed; then `workers` has only one"""
 
     @property
     def nodes(self) -> dict[str, list[int]]:
-        """Ranks by node, as a person calls it: its host name, and the rank of its first worker where two share one."""
+        """Ranks by the name of their node: its host, with the rank of its first worker if two nodes share the host."""
         nodes: dict[tuple[str, str, int], list[int]] = {}
         for rank, worker in enumerate(self.workers):
             nodes.setdefault((worker.host, worker.machine, worker.agent_pid), []).append(rank)
@@ -174,7 +174,7 @@ class Gathered:
         }
 
     def name(self, rank: int) -> str:
-        """The node of a rank, as a person calls it."""
+        """The name of a rank's node for people."""
         return next(name for name, ranks in self.nodes.items() if rank in ranks)
 
     @property

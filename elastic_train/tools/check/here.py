@@ -42,8 +42,8 @@ SHARED_MEMORY = Path("/dev/shm")
 def look_here(
     config: Config, launch: Launch, address: str, directory: TrialPlace, rendezvous: RendezvousFacts
 ) -> WorkerFacts:
-    """Everything that needs no other member; `address` is the IP address by which these reach this worker. Blocks for
-    the data, the model and a snapshot, as a worker's start does; `config` and `launch` are those of such a worker."""
+    """Gather all facts that need no other member. `address` is the IP address at which others reach this worker;
+    `config` and `launch` are those of a worker of the job. Blocks for the data, the model and a snapshot."""
     device, device_error, state_error, measured = torch.device("cpu"), None, None, None
     try:
         device = choose_device(config.device, launch.local_rank)
@@ -51,7 +51,7 @@ def look_here(
         device_error = str(error)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    gpu = describe_gpu(device)  # before anything of ours is on it
+    gpu = describe_gpu(device)  # before this process uses its memory
     try:
         try_flags(config, launch)
         measured = measure_snapshot(config, device, directory, is_writer=launch.local_rank == 0)
@@ -101,7 +101,7 @@ def look_here(
 
 
 def notices_here(flag: str, environ: Mapping[str, str]) -> tuple[str, float | None]:
-    """Who gives notices by --notices, and how many seconds before; `auto` is found out as a worker does."""
+    """Return the source of notices of --notices, and the seconds that they leave. `auto` is resolved as by a worker."""
     kind = notices_flag(flag).kind
     if kind == "auto":
         cloud = find_cloud()
@@ -120,13 +120,13 @@ def all_versions(backend: str) -> dict[str, str]:
 
 
 def has_hook() -> bool:
-    """Whether torchrun on this node would load our entry point."""
+    """Return whether torchrun on this node would load our entry point."""
     entries = importlib.metadata.entry_points(group="torchrun.handlers")
     return any(entry.name == "elastic_train" for entry in entries)
 
 
 def interfaces_told(addresses: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """All of them, with the first address where they have any."""
+    """All network interfaces, with their first address if they have any."""
     first = {name: "" for _, name in socket.if_nameindex()} | dict(reversed(addresses))
     return tuple(f"{name}={found}" if found else name for name, found in first.items())
 
@@ -154,7 +154,7 @@ def describe_gpu(device: torch.device) -> Gpu | None:
 
 @dataclass
 class TrialDirectory:
-    """The snapshot directory, made if need be, as a start does; a check leaves nothing in it."""
+    """The snapshot directory, created if needed, as by a worker's start; a check leaves nothing in it."""
 
     path: Path
     error: str | None = None
@@ -175,12 +175,12 @@ class TrialDirectory:
 
     @contextmanager
     def trial(self) -> Iterator[Path]:
-        """A place for snapshots, which goes again. Raises: OSError."""
+        """Yield a place for snapshots, and remove it afterwards. Raises: OSError."""
         with tempfile.TemporaryDirectory(prefix=".check-", dir=self.path) as path:
             yield Path(path)
 
     def leave_mark(self, token: str, rank: int) -> None:
-        """A file by which the others see whether they have the same directory."""
+        """Write a file that shows the other workers whether they have the same directory."""
         if self.error is not None:
             return
         mark = self._mark(token, rank)
@@ -207,7 +207,7 @@ TrialPlace: TypeAlias = TrialDirectory | TrialBucket
 
 
 def trial_place(config: Config, run_dir: Path) -> TrialPlace:
-    """Raises: UsageError: --snapshot-dir is no URL that works."""
+    """Return the place of the snapshots. Raises: UsageError: --snapshot-dir is an invalid URL."""
     given = config.snapshot_dir
     if given is not None and is_url(given):
         return TrialBucket(parse_url(str(given), "--snapshot-dir"))
@@ -215,24 +215,24 @@ def trial_place(config: Config, run_dir: Path) -> TrialPlace:
 
 
 def trained_by(config: Config) -> str:
-    """The flags that say what is trained."""
+    """The flags that choose the model and the data."""
     return f"--dataset {config.dataset} --model {config.model}" if config.task is None else f"--task {config.task}"
 
 
 class Measured(NamedTuple):
-    """A snapshot of what the flags say."""
+    """A snapshot of the model that the flags choose."""
 
     bytes: int
     seconds: float
     """until it is durable"""
     last_step: int
-    """with which training ends"""
+    """the step with which training ends"""
     moments_error: str | None
-    """why it is one without the optimizer's moments; None where it has them"""
+    """why the optimizer's moments are missing in it; None if they are not"""
 
 
 def num_kept(config: Config, last_step: int) -> int:
-    """How many snapshots stay at most, when training ends."""
+    """The most snapshots that stay when training ends."""
     newest_and_best, steps = config.keep_snapshots + config.keep_best, interval_of(config.snapshot_every).steps
     if config.keep_every is None or steps == 0:
         return newest_and_best
@@ -240,10 +240,10 @@ def num_kept(config: Config, last_step: int) -> int:
 
 
 def try_flags(config: Config, launch: Launch) -> None:
-    """What ends a worker's start before it builds anything. Leaves nothing behind; a port that is taken is no fault.
+    """Try everything that may fail in a worker's start before it builds anything. Leaves nothing; a taken port is fine.
 
     Raises:
-        UsageError, SnapshotError: as `check_start`; --metrics-port lacks a package, or its address is none that works.
+        UsageError, SnapshotError: as `check_start`; --metrics-port lacks a package, or its address does not work.
         RunDirectoryError: the run directory cannot be made, or not be written to.
     """
     check_start(config, launch)
@@ -259,7 +259,7 @@ def try_flags(config: Config, launch: Launch) -> None:
 def measure_snapshot(
     config: Config, device: torch.device, directory: TrialPlace, *, is_writer: bool
 ) -> Measured | None:
-    """Write one; None where this worker writes none.
+    """Write a snapshot and measure it; None if this worker writes none.
 
     Raises:
         torch.OutOfMemoryError: the moments do not fit.

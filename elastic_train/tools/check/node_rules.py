@@ -1,4 +1,4 @@
-"""Rules about what a node has: GPUs, data, room, time to save."""
+"""Rules about a node's resources: GPUs, data, room, time to save."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from elastic_train.tools.check.facts import Gathered
 from elastic_train.wording import count, human_bytes
 
 FRAMEWORK_SHARE = 0.9
-"""of a GPU's memory is free on one that nobody else uses"""
+"""of a GPU's memory is free if no other process uses it"""
 LOADER_BYTES = 256 * 2**20
-"""of /dev/shm for each DataLoader process: a few batches on their way"""
+"""of /dev/shm for each DataLoader process: a few batches in transit"""
 
 
 def gpus_are_visible_and_not_shared(gathered: Gathered) -> list[Finding]:
@@ -82,7 +82,7 @@ def _other_kinds_of_device(gathered: Gathered) -> list[Finding]:
 
 
 def _gpus_in_use(gathered: Gathered) -> list[Finding]:
-    """Those that two workers share, and those that others use."""
+    """Report GPUs that two workers share, or that other processes use."""
     findings = []
     workers = gathered.workers
     takers: dict[tuple[str, str], list[int]] = {}

@@ -1,4 +1,4 @@
-"""What it takes several workers to find out, in a world that is formed as the job's own will be."""
+"""The checks that need several workers, in a world that is formed like the job's own."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from elastic_train.world import Member, World
 
 PROBE_SECONDS = 3.0
 MOST_PROBES = 64
-"""of one worker: in a large world everybody looks at those that come next, so that each is looked at by so many"""
+"""per worker: in a large world each probes the next ranks, so that each rank is probed by this many"""
 EXCHANGE_SECONDS = 120.0
 
 
 def meet_others(membership: Membership, launch: Launch, mine: WorkerFacts) -> World:
-    """The world that the job would begin with; nobody is refused for what it differs in, that is told.
+    """Form the world that the job would begin with. Differences between workers are reported, none is refused for them.
 
     Raises:
-        FormationFailed, LeftOut, StoreUnreachable, StoreRefused: it does not come about.
+        FormationFailed, LeftOut, StoreUnreachable, StoreRefused: it does not form.
     """
     use_interface_of(mine.address)
     return membership.first_world(
@@ -52,8 +52,8 @@ def meet_others(membership: Membership, launch: Launch, mine: WorkerFacts) -> Wo
 
 
 def gather(membership: Membership, world: World, name: str, value: str, *, waits: bool = True) -> list[str]:
-    """Every rank's `value`, by rank, through the store: it works where no process group does. Every rank calls it; one
-    that does not wait gets nothing.
+    """Gather every rank's `value`, by rank, through the store: this works without a process group. Every rank calls it;
+    a rank that does not wait gets nothing.
 
     Raises:
         FormationFailed: a worker has ended, or did not come in time.
@@ -82,7 +82,7 @@ def gather(membership: Membership, world: World, name: str, value: str, *, waits
 def look_together(
     membership: Membership, world: World, mine: WorkerFacts, directory: TrialPlace
 ) -> tuple[list[WorkerFacts], list[SharedFacts]]:
-    """Everybody's facts, by rank. Every rank calls it; blocks for some seconds.
+    """Gather the facts of all workers, by rank. Every rank calls it; blocks for some seconds.
 
     Raises:
         FormationFailed: a worker has ended meanwhile.
@@ -104,12 +104,12 @@ def look_together(
             raise
         shared = replace(shared, group_error=first_line(error))
     found = [facts_of(SharedFacts, text) for text in gather(membership, world, "shared", to_json(shared))]
-    gather(membership, world, "through", "", waits=world.rank == 0)  # it may host the store, and goes last
+    gather(membership, world, "through", "", waits=world.rank == 0)  # rank 0 may host the store, and ends last
     return workers, found
 
 
 def probed_by(rank: int, size: int) -> list[int]:
-    """Whom this rank tries to reach."""
+    """The ranks that this rank tries to reach."""
     return sorted((rank + distance) % size for distance in range(1, min(size, MOST_PROBES + 1)))
 
 
@@ -118,7 +118,7 @@ def is_reachable(world: World, rank: int) -> bool:
 
 
 def measure(membership: Membership, world: World, shared: SharedFacts) -> SharedFacts:
-    """Clocks and an all-reduce, in a process group formed as for training.
+    """Measure clocks and an all-reduce, in a process group formed as for training.
 
     Raises:
         FormationFailed, or RuntimeError of the communication library.

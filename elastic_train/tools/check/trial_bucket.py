@@ -1,4 +1,4 @@
-"""The bucket of --snapshot-dir URL, in which a check leaves nothing behind."""
+"""The bucket of --snapshot-dir URL; a check leaves nothing in it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from elastic_train.storage.store_urls import StoreUrl
 
 
 class TrialBucket:
-    """As `TrialDirectory`, of which it has what a check uses."""
+    """A bucket with the interface of `TrialDirectory`, as far as a check uses it."""
 
     free_bytes = 2**53
-    """nobody tells; a number that its way to the others does not change"""
+    """unknown; a large number that JSON carries exactly"""
 
     def __init__(self, url: StoreUrl) -> None:
         self.path = url
@@ -36,7 +36,7 @@ class TrialBucket:
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[Bucket]:
-        """A place for snapshots, which goes again."""
+        """Yield a place for snapshots, and remove it afterwards."""
         store = ObjectStore(self.path.below(f"check-{secrets.token_hex(8)}"))
         try:
             yield Bucket(store)
@@ -46,7 +46,7 @@ class TrialBucket:
                     store.delete(key)
 
     def leave_mark(self, token: str, rank: int) -> None:
-        """An object by which the others see whether they have the same bucket."""
+        """Write an object that shows the other workers whether they have the same bucket."""
         if self.error is None:
             with self._noting_errors():
                 self._store.put(self._mark(token, rank), b"")

@@ -1,4 +1,4 @@
-"""Rules about who is here, and how they reach each other."""
+"""Rules about the workers of a world, and how they reach each other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WHY_EQUAL = {
     "cuda": (Level.MATTERS, "kernels and what they round may differ"),
     "nccl": (Level.BREAKS, "members with other versions cannot talk to each other"),
 }  # fmt: skip
-"""what it breaks where two members have different versions"""
+"""the harm if two members have different versions"""
 NOTABLE_SKEW_SECONDS = 1.0
 
 
@@ -73,7 +73,7 @@ def versions_are_equal(gathered: Gathered) -> list[Finding]:
     for name in dict.fromkeys(name for worker in gathered.workers for name in worker.versions):
         here = by_value(worker.versions.get(name, "none") for worker in gathered.workers)
         if name == "nccl":
-            here.pop("none", None)  # of who does not use it
+            here.pop("none", None)  # of workers that do not use it
         if len(here) > 1:
             level, why = WHY_EQUAL[name]
             findings.append(
@@ -207,7 +207,7 @@ def gloo_takes(worker: WorkerFacts) -> str:
 
 
 def nccl_takes(worker: WorkerFacts) -> str:
-    """By NCCL's documentation: what NCCL_SOCKET_IFNAME says, else any, loopback and docker bridges last."""
+    """NCCL's interface by its documentation: that of NCCL_SOCKET_IFNAME, else any, loopback and docker bridges last."""
     if "NCCL_SOCKET_IFNAME" in worker.wanted_interfaces:
         return worker.wanted_interfaces["NCCL_SOCKET_IFNAME"]
     names = [interface.partition("=")[0] for interface in worker.interfaces]
@@ -216,7 +216,7 @@ def nccl_takes(worker: WorkerFacts) -> str:
 
 
 def matches(wanted: str, name: str, variable: str) -> bool:
-    """Whether an interface is one that the variable names: gloo wants a name, NCCL prefixes, =NAME and ^NOT."""
+    """Return whether the variable selects an interface: gloo takes a name, NCCL prefixes, =NAME and ^NOT."""
     parts = wanted.lstrip("^=").split(",")
     if variable == "GLOO_SOCKET_IFNAME":
         return name in parts
