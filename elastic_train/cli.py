@@ -36,7 +36,7 @@ from elastic_train.tools.commands import (
 from elastic_train.wording import flags_in, no_value, unrecognized
 
 Command = Callable[[argparse.Namespace], int]
-OF_EACH_NODE = "of each node, where they do not share one"
+OF_EACH_NODE = "run directory; if the nodes do not share one, that of each node"
 Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"  # in quotes: it cannot be subscripted when it runs
 
 
@@ -129,7 +129,7 @@ def _is_of_worker(name: str) -> bool:
 def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="elastic-train",
-        description="For people beside a training: where it stands, drills and audits, its snapshots, benchmarks.",
+        description="Commands for people beside a training: status, checks, drills, audits, snapshots, benchmarks.",
         epilog="The training itself: torchrun ... -m elastic_train (--help lists its flags).",
         allow_abbrev=False,
     )
@@ -152,56 +152,80 @@ def _add(commands: Commands, name: str, command: Command, what: str) -> _Parser:
 
 
 def _add_status(commands: Commands) -> None:
-    status = _add(
-        commands, "status", show_status, "where a run stands, from its files alone; also of one that is alive"
-    )
+    status = _add(commands, "status", show_status, "show the progress of a run, alive or ended, from its files alone")
     status.add_argument("run_dir", metavar="RUN_DIR", nargs="+", type=Path, help=OF_EACH_NODE)
     how = status.add_mutually_exclusive_group()
-    how.add_argument("--watch", action="store_true", help="again and again, until the run has ended or Ctrl-C")
-    how.add_argument("--json", action="store_true", help="one object, for programs such as an autoscaler")
+    how.add_argument("--watch", action="store_true", help="repeat until the run has ended, or Ctrl-C")
+    how.add_argument("--json", action="store_true", help="print one JSON object, for programs such as an autoscaler")
 
 
 def _add_check(commands: Commands) -> None:
-    check = _add(commands, "check", run_check, "whether machines can do a job, before it; also under torchrun")
-    check.add_argument("--nodes", type=int, metavar="N", help="how many nodes the job is to have; fewer is a failure")
+    check = _add(
+        commands, "check", run_check, "check before a job whether the machines can run it; also under torchrun"
+    )
+    check.add_argument("--nodes", type=int, metavar="N", help="nodes that the job needs; the check fails with fewer")
     check.add_argument(
         "--grace", type=float, default=30.0, metavar="SECONDS",
-        help="between the signal to stop and the kill: terminationGracePeriodSeconds, KillWait (default: 30)",
+        help="time between SIGTERM and SIGKILL: terminationGracePeriodSeconds, KillWait (default: 30)",
     )  # fmt: skip
-    check.add_argument("--local-snapshots", action="store_true", help="each node keeps its own snapshots, on purpose")
-    check.add_argument("--wait", type=float, default=120.0, metavar="SECONDS", help="for the others (default: 120)")
-    alone = check.add_argument_group("for one node alone, without torchrun", "what torchrun will be given")
-    alone.add_argument("--workers", type=int, metavar="N", help="of this node, as torchrun's --nproc-per-node")
-    alone.add_argument("--rdzv-backend", choices=("c10d", "etcd3"), default="c10d", help="default: c10d")
-    alone.add_argument("--rdzv-endpoint", metavar="HOST:PORT,...", help="as torchrun will be given it")
+    check.add_argument("--local-snapshots", action="store_true", help="accept that each node keeps its own snapshots")
+    check.add_argument(
+        "--wait",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="how long to wait for the other nodes (default: 120)",
+    )
+    alone = check.add_argument_group("for one node alone, without torchrun", "the values that torchrun will get")
+    alone.add_argument("--workers", type=int, metavar="N", help="workers of this node, as torchrun's --nproc-per-node")
+    alone.add_argument(
+        "--rdzv-backend", choices=("c10d", "etcd3"), default="c10d", help="where nodes meet (default: c10d)"
+    )
+    alone.add_argument("--rdzv-endpoint", metavar="HOST:PORT,...", help="endpoint, as torchrun will get it")
     alone.add_argument("--rdzv-id", default="none", metavar="NAME", help="run id of the job (default: none)")
     alone.add_argument(
-        "--rdzv-conf", default="", metavar="KEY=VALUE,...", help="ca, cert, key, user, password_file, prefix"
+        "--rdzv-conf",
+        default="",
+        metavar="KEY=VALUE,...",
+        help="settings of etcd: ca, cert, key, user, password_file, prefix",
     )
-    check.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of the job: its model, data and directories")
+    check.add_argument(
+        "flags", nargs="*", metavar="-- FLAGS", help="worker flags of the job: its model, data and directories"
+    )
 
 
 def _add_drill(commands: Commands) -> None:
     from elastic_train.tools.drills.jobs import JOBS, PACED
 
     drill = _add(
-        commands, "drill", run_drill, "a real job on this machine, faults injected by a seeded schedule, and an audit"
+        commands,
+        "drill",
+        run_drill,
+        "run a real job on this machine, inject faults by a seeded schedule, and audit the run",
     )
     drill.takes_worker_flags = True
-    drill.add_argument("--seed", type=int, help="decides what is done to whom and when (default: a new one, printed)")
-    drill.add_argument("--job", choices=tuple(JOBS), help=f"of the drill's own jobs (default: {PACED}; see --list)")
-    drill.add_argument("--nodes", type=int, help="how many the job has at most (default: 4; of large-state 3)")
-    drill.add_argument("--workers", type=int, default=1, help="of a node (default: 1)")
+    drill.add_argument(
+        "--seed", type=int, help="determines the faults, their targets and times (default: a new one, printed)"
+    )
+    drill.add_argument("--job", choices=tuple(JOBS), help=f"one of the drill's own jobs (default: {PACED}; see --list)")
+    drill.add_argument("--nodes", type=int, help="most nodes of the job (default: 4; for large-state 3)")
+    drill.add_argument("--workers", type=int, default=1, help="workers per node (default: 1)")
     drill.add_argument("--backend", choices=("c10d", "etcd3"), default="c10d", help="where nodes meet (default: c10d)")
     drill.add_argument(
-        "--rdzv-endpoint", metavar="HOST:PORT,...", help="an etcd cluster for etcd3 (default: three members of its own)"
+        "--rdzv-endpoint", metavar="HOST:PORT,...", help="etcd cluster for etcd3 (default: start one of three members)"
     )
-    drill.add_argument("--duration", type=float, default=60.0, metavar="SECONDS", help="of the schedule (default: 60)")
-    drill.add_argument("--every", type=float, metavar="SECONDS", help="a fault so often, drawn from --faults")
-    drill.add_argument("--faults", metavar="NAME,...", help="draw from these (default: five in a row; see --list)")
+    drill.add_argument(
+        "--duration", type=float, default=60.0, metavar="SECONDS", help="length of the schedule (default: 60)"
+    )
+    drill.add_argument(
+        "--every", type=float, metavar="SECONDS", help="time between faults, which are drawn from --faults"
+    )
+    drill.add_argument("--faults", metavar="NAME,...", help="faults to draw from (default: five in a row; see --list)")
     drill.add_argument("--scenario", type=Path, metavar="FILE", help="TOML with [[fault]] tables: at = SECONDS, name")
-    drill.add_argument("--trace", type=Path, metavar="FILE", help="CSV with node,from,to,notice,price: replay it")
-    drill.add_argument("--speed", type=float, metavar="N", help="seconds of the trace in one (default: 1)")
+    drill.add_argument("--trace", type=Path, metavar="FILE", help="replay a CSV file with node,from,to,notice,price")
+    drill.add_argument(
+        "--speed", type=float, metavar="N", help="seconds of the trace per second of the drill (default: 1)"
+    )
     drill.add_argument("--list", action="store_true", help="print the faults and what each does, and the jobs")
     drill.add_argument(
         "--nodes-as", choices=("auto", "processes", "namespaces"), default="auto",
@@ -209,22 +233,26 @@ def _add_drill(commands: Commands) -> None:
         "where this machine allows",
     )  # fmt: skip
     drill.add_argument(
-        "--run-dir", type=Path, metavar="PATH", help="where it leaves the run (default: runs/drill-SEED-DATE-TIME)"
+        "--run-dir", type=Path, metavar="PATH", help="run directory of the drill (default: runs/drill-SEED-DATE-TIME)"
     )
     drill.add_argument(
         "flags", nargs="*", metavar="-- [SCRIPT | -m MODULE] FLAGS",
-        help="of the worker, to drill a task of your own; behind a script as torchrun takes it, those of the script",
+        help="worker flags, to drill your own task; after a script, as for torchrun, the flags of the script",
     )  # fmt: skip
 
 
 def _add_audit_and_report(commands: Commands) -> None:
-    auditing = _add(commands, "audit", run_audit, "whether a run kept the promises: every check, from its files alone")
+    auditing = _add(commands, "audit", run_audit, "check from the files of a run whether it kept all promises")
     auditing.add_argument("run_dir", metavar="RUN_DIR", nargs="+", type=Path, help=OF_EACH_NODE)
 
-    report = _add(commands, "report", write_report, "RUN_DIR/report.html, one page about a run that needs no network")
+    report = _add(
+        commands, "report", write_report, "write RUN_DIR/report.html, one page about a run, which needs no network"
+    )
     report.add_argument("run_dir", metavar="RUN_DIR", nargs="+", type=Path, help=OF_EACH_NODE)
-    report.add_argument("--output", metavar="FILE", type=Path, help="where else, for a run that one may only read")
-    report.add_argument("--open", action="store_true", help="show it in a browser")
+    report.add_argument(
+        "--output", metavar="FILE", type=Path, help="write the page there instead, e.g. if RUN_DIR is read-only"
+    )
+    report.add_argument("--open", action="store_true", help="open the page in a browser")
 
 
 def _add_submit(commands: Commands) -> None:
@@ -239,46 +267,52 @@ def _add_submit(commands: Commands) -> None:
         help="nodes to ask for, if not the most of --nodes: more are spares, with fewer other jobs are to join",
     )  # fmt: skip
     slurm.add_argument(
-        "--array", dest="is_array", action="store_true", help="each node a job of its own; they meet in --etcd"
+        "--array", dest="is_array", action="store_true", help="make each node a job of its own; the jobs meet in --etcd"
     )
-    slurm.add_argument("--name", help="of the run (default: the job's id); in etcd, jobs of one name are one run")
+    slurm.add_argument("--name", help="name of the run (default: the job's id); in etcd, jobs of one name are one run")
     slurm.add_argument("--etcd", metavar="H1:2379,...", help="meet in etcd, where any node may die (default: c10d)")
-    slurm.add_argument("--etcd-conf", default="", metavar="KEY=VALUE,...", help="of --rdzv-conf: ca, cert, key, ...")
-    slurm.add_argument("--run-dir", metavar="PATH", help="on shared storage (default: runs/slurm-ID, here)")
+    slurm.add_argument("--etcd-conf", default="", metavar="KEY=VALUE,...", help="for --rdzv-conf: ca, cert, key, ...")
     slurm.add_argument(
-        "--setup", metavar="COMMAND", help="brings torchrun (default: activates this environment; true: nothing)"
+        "--run-dir", metavar="PATH", help="run directory on shared storage (default: runs/slurm-ID, here)"
     )
-    slurm.add_argument("--workers", type=int, help="of a node (default: one for each GPU that SLURM gives it)")
+    slurm.add_argument(
+        "--setup",
+        metavar="COMMAND",
+        help="makes torchrun available (default: activates this environment; true: nothing)",
+    )
+    slurm.add_argument("--workers", type=int, help="workers per node (default: one for each GPU that SLURM gives it)")
     for option in SLURM_OPTIONS:
-        slurm.add_argument(f"--{option}", metavar="VALUE", help="of sbatch")
-    slurm.add_argument("--sbatch", metavar="OPTION=VALUE", action="append", default=[], help="any other of sbatch")
+        slurm.add_argument(f"--{option}", metavar="VALUE", help="option of sbatch")
+    slurm.add_argument(
+        "--sbatch", metavar="OPTION=VALUE", action="append", default=[], help="any other option of sbatch"
+    )
     slurm.add_argument(
         "--no-check", dest="is_checked", action="store_false", help="start at once, without `elastic-train check`"
     )
     slurm.add_argument(
         "--local-snapshots", dest="has_local_snapshots", action="store_true",
-        help="of the check: each node keeps its own snapshots, on purpose",
+        help="let the check accept that each node keeps its own snapshots",
     )  # fmt: skip
     slurm.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
     slurm.takes_worker_flags = True
-    slurm.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of the worker")
+    slurm.add_argument("flags", nargs="*", metavar="-- FLAGS", help="worker flags")
 
 
 def _add_snapshot(commands: Commands) -> None:
     snapshot = commands.add_parser("snapshot", help="list, verify, hash, export and copy snapshots", allow_abbrev=False)
     actions = snapshot.add_subparsers(title="actions", metavar="ACTION", required=True)
-    listing = _add(actions, "list", list_snapshots, "the snapshots of a run, newest first")
-    listing.add_argument("path", metavar="RUN_DIR|SNAPSHOTS_DIR", help="or a URL, such as s3://bucket/run-1")
+    listing = _add(actions, "list", list_snapshots, "list the snapshots of a run, newest first")
+    listing.add_argument("path", metavar="RUN_DIR|SNAPSHOTS_DIR", help="a folder, or a URL such as s3://bucket/run-1")
     verify = _add(actions, "verify", verify_snapshots, "compare size and SHA-256 of one snapshot, or of all of a run")
     verify.add_argument("path", metavar="PATH", help="a snapshot, a folder of snapshots, a run directory, or a URL")
-    hashing = _add(actions, "hash", hash_snapshot, "state_sha256 of a model, as in result.json")
+    hashing = _add(actions, "hash", hash_snapshot, "print state_sha256 of a model, as in result.json")
     hashing.add_argument(
         "path",
         metavar="PATH",
         help="a snapshot; of a folder of snapshots, a run or a URL, the newest whole one; or exported weights",
     )
 
-    export = _add(actions, "export", export_snapshot, "a snapshot's weights for other programs")
+    export = _add(actions, "export", export_snapshot, "export a snapshot's weights for other programs")
     export.add_argument(
         "path", metavar="PATH", help="a snapshot; of a folder of snapshots, a run or a URL, the newest whole one"
     )
@@ -290,32 +324,43 @@ def _add_snapshot(commands: Commands) -> None:
         "--output",
         metavar="PATH",
         type=Path,
-        help="a file there is replaced; default: weights.FORMAT here, where there is none yet",
+        help="where to write; replaces a file; default: weights.FORMAT here, if there is none yet",
     )
-    export.add_argument("--best", action="store_true", help="the one with the best metric, instead of the newest")
-    export.add_argument("--averaged", action="store_true", help="the averaged weights of --ema-decay")
+    export.add_argument(
+        "--best", action="store_true", help="export the snapshot with the best metric instead of the newest"
+    )
+    export.add_argument("--averaged", action="store_true", help="export the averaged weights of --ema-decay")
 
-    copying = _add(actions, "copy", copy_snapshot, "a snapshot to another folder or URL, whole or not at all")
+    copying = _add(actions, "copy", copy_snapshot, "copy a snapshot to another folder or URL, whole or not at all")
     copying.add_argument(
         "source", metavar="SOURCE", help="a snapshot; of a folder or URL of many, the newest whole one"
     )
-    copying.add_argument("target", metavar="TARGET", help="the folder or URL that it is to lie in")
+    copying.add_argument("target", metavar="TARGET", help="the folder or URL to contain the copy")
     for action in (listing, verify, hashing, export, copying):
-        action.add_argument("--snapshot-key", metavar="FILE", type=Path, help="what this key has not signed is damaged")
+        action.add_argument(
+            "--snapshot-key",
+            metavar="FILE",
+            type=Path,
+            help="key file; snapshots that it has not signed count as damaged",
+        )
 
 
 def _add_etcd(commands: Commands) -> None:
-    etcd = _add(commands, "etcd", serve_etcd, "a local etcd cluster to try a job on, until Ctrl-C")
-    etcd.add_argument("--members", type=int, default=3, metavar="N", help="default: 3, of which one may die")
+    etcd = _add(commands, "etcd", serve_etcd, "run a local etcd cluster for trying out a job, until Ctrl-C")
+    etcd.add_argument(
+        "--members", type=int, default=3, metavar="N", help="members of the cluster (default: 3, of which one may die)"
+    )
 
 
 def _add_bench(commands: Commands) -> None:
-    bench = _add(commands, "bench", run_benchmark, "ours against what one would write by hand, interleaved in one run")
+    bench = _add(
+        commands, "bench", run_benchmark, "compare elastic_train with hand-written code, interleaved in one run"
+    )
     from elastic_train.tools.bench import BENCHMARKS
 
     bench.add_argument("name", metavar="NAME", choices=sorted(BENCHMARKS), help=", ".join(sorted(BENCHMARKS)))
-    bench.add_argument("--quick", action="store_true", help="less than a minute, with more noise")
-    bench.add_argument("--json", metavar="FILE", type=Path, help="also write the rows there")
+    bench.add_argument("--quick", action="store_true", help="take less than a minute, with more noise")
+    bench.add_argument("--json", metavar="FILE", type=Path, help="also write the rows to this file")
 
 
 if __name__ == "__main__":

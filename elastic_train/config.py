@@ -49,23 +49,23 @@ class TaskFlags:
     task: str | None = None
     """MODULE:NAME of your own Task, instead of --dataset and --model"""
     optimizer: Literal["auto", "sgd", "adamw"] = "auto"
-    """auto: what suits the task"""
+    """auto: the optimizer that suits the task"""
     lr: float | None = positive(None)
     """peak learning rate; default: what suits the task"""
     momentum: float | None = at_least(0, None)
-    """of sgd; default: what suits the task"""
+    """momentum of sgd; default: what suits the task"""
     weight_decay: float | None = at_least(0, None)
-    """default: what suits the task"""
+    """weight decay of the optimizer; default: what suits the task"""
     schedule: Literal["auto", "constant", "cosine"] = "auto"
-    """learning rate by committed step; auto: what suits the task"""
+    """learning rate over the committed steps; auto: what suits the task"""
     channels_last: bool = switch()
-    """keep convolutions' weights in the memory format that tensor cores like"""
+    """keep convolution weights in channels-last memory format, which tensor cores prefer"""
     compile: bool = switch()
-    """torch.compile the model; the first step of a process takes long"""
+    """compile the model with torch.compile; the first step of each process takes longer"""
     parallel: Literal["ddp", "dp"] = "ddp"
-    """dp: all GPUs from one process by nn.DataParallel, without torchrun; slower than ddp"""
+    """dp: one process drives all GPUs by nn.DataParallel, without torchrun; slower than ddp"""
     eval_every: int = at_least(1, 5)
-    """epochs between evaluations on the test set; there is always one at the end"""
+    """epochs between evaluations on the test set; the last one is always at the end"""
 
     def check(self) -> None:
         """Raises: UsageError: names the flag, its value and what would work."""
@@ -80,23 +80,23 @@ class StepFlags:
     """How a step is computed from a loss: the same on every node."""
 
     reduction: Literal["fast", "ordered"] = "fast"
-    """fast: DDP's own all-reduce; ordered: the same bits for every world size"""
+    """fast: DDP's own all-reduce; ordered: bit-equal weights for every world size"""
     virtual_ranks: int = at_least(1, 8)
-    """fixed shards of a step in ordered mode; must divide --global-batch-size"""
+    """fixed shards of each step in ordered mode; must divide --global-batch-size"""
     strict: bool = switch()
-    """in ordered mode: an operator without a deterministic form is an error, not a warning"""
+    """in ordered mode, treat an operator without a deterministic form as an error instead of a warning"""
     micro_batch_size: int | None = at_least(1, None)
-    """most samples per forward pass on a rank; default: what a rank has in the first world"""
+    """most samples per forward pass on a rank; default: the samples of a rank in the first world"""
     clip_grad_norm: float | None = positive(None)
-    """largest norm of the gradient of a step, over the whole batch; default: no limit"""
+    """largest gradient norm of a step, over the whole batch; default: no limit"""
     ema_decay: float | None = None
-    """keep averaged weights too, each step weighing 1 - this; they are what is evaluated"""
+    """also keep averaged weights, in which each step has weight 1 - EMA_DECAY, and evaluate these"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 by autocast; fp16 with a GradScaler that is part of the state"""
     find_unused_parameters: bool = switch()
-    """DDP's: some parameters get no gradient in some steps"""
+    """DDP's option: some parameters get no gradient in some steps"""
     static_graph: bool = switch()
-    """DDP's: the same parameters are used in the same way in every step"""
+    """DDP's option: every step uses the same parameters in the same way"""
 
     def check(self) -> None:
         """Raises: UsageError: names the flag, its value and what would work."""
@@ -111,13 +111,13 @@ class PlaceFlags:
     """Where a node has what the bundled trainer needs; nodes may differ."""
 
     data_dir: Path = Path("data")
-    """where torchvision's data lies (imagefolder: the folder that holds train/ and test/)"""
+    """folder of torchvision's data sets; for imagefolder: the folder that contains train/ and test/"""
     download: bool = switch()
     """let torchvision download the data set into --data-dir, once per node"""
     init_from: Path | None = None
-    """start a new run from these weights: a snapshot, a run, a file of torch.save or safetensors, or a folder of DCP"""
+    """start a new run from these weights: a snapshot, a run, a file of torch.save or safetensors, or a DCP folder"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is one"""
+    """auto: CUDA if available, else the CPU"""
     spawn: int | None = at_least(1, None)
     """start this many workers on this machine, without torchrun"""
 
@@ -129,26 +129,26 @@ class JobFlags:
     epochs: int = at_least(1, 30)
     """passes over the training set"""
     max_steps: int | None = at_least(1, None)
-    """end after this many optimizer steps, if that comes before --epochs"""
+    """end after this many optimizer steps, if --epochs does not end training earlier"""
     global_batch_size: int = at_least(1, 64)
     """samples per optimizer step over all ranks; the same for every world size"""
     seed: int = at_least(0, 0)
     """seeds the weights, the order of samples, augmentation and dropout"""
     snapshot_every: int | str = dataclasses.field(default=100, metadata={"custom_args": {"type": steps_or_text}})
-    """steps between snapshots, or a time such as 30s, or auto; 0 keeps only those at a stop and at the end"""
+    """steps between snapshots, or a time such as 30s, or auto; 0: only at a stop and at the end"""
     keep_snapshots: int = at_least(1, 3)
-    """newest snapshots kept"""
+    """how many of the newest snapshots to keep"""
     keep_every: int | None = at_least(1, None)
-    """of each so many steps the first snapshot is kept for good"""
+    """keep for good the first snapshot of every so many steps; default: none"""
     keep_best: int = at_least(0, 0)
-    """best snapshots kept, by test accuracy or training.keep(); one is written where it is better than all before"""
+    """how many best snapshots to keep, by test accuracy or training.keep(); each new best result writes one"""
     stall_timeout: float | None = positive(None)
-    """seconds: a member that is alive and outside the collective in which all others wait is expelled after this, but
-    1,800 s at least before its first commit; default: the larger of 300 s and 20 median steps"""
+    """seconds until a live member that does not enter the collective in which all others wait is expelled, but at least
+    1,800 s before its first commit; default: the larger of 300 s and 20 median steps"""
     on_split: Literal["wait", "go-on"] = "wait"
-    """members are silent and not proven dead: wait for contact where the others may train on, or go on as a branch"""
+    """if members are silent but perhaps alive, and may train on: wait for contact, or go on as a branch"""
     quarantine: Literal["off", "on"] = "off"
-    """on: a host that has died unannounced 3 times within 10 min waits in the join queue before it is admitted again"""
+    """on: a host that died without notice 3 times within 10 min has to wait before it is admitted again"""
 
     def check(self) -> None:
         """Raises: UsageError: names the flag, its value and what would work."""
@@ -162,48 +162,48 @@ class NodeFlags:
     """What a node brings along, whatever it trains; nodes may differ."""
 
     run_dir: Path | None = None
-    """everything a run leaves is here, and an existing run is continued; default: runs/<run id>"""
+    """folder for all files of the run; continues a run that is already there; default: runs/<run id>"""
     fresh: bool = switch()
-    """start anew: an existing run in --run-dir is moved aside"""
+    """start a new run, and move an existing run in --run-dir aside"""
     snapshot_dir: str | None = None
-    """where snapshots go: a folder, or a URL such as s3://bucket/run-1, which is the same on all nodes; default:
+    """folder or URL for snapshots; a URL, such as s3://bucket/run-1, must be the same on all nodes; default:
     <run-dir>/snapshots"""
     snapshot_key: Path | None = None
-    """file with a key that signs snapshots; those that it has not signed are not restored"""
+    """file with a key that signs snapshots; snapshots without its signature are not restored"""
     num_workers: int = at_least(0, 0)
-    """DataLoader processes per rank; 0 loads in the training process, right for data in memory. They live as long as a
-    world, not an epoch"""
+    """DataLoader processes per rank, which live as long as a world, not an epoch; 0: load in the training process,
+    right for data in memory"""
     prefetch_factor: int | None = at_least(1, None)
-    """batches that each of these reads ahead; default: torch's, 2"""
+    """batches that each DataLoader process reads ahead; default: torch's, 2"""
     multiprocessing_context: Literal["fork", "spawn"] | None = None
-    """how these are started; default: Python's; spawn for data sets that hold what must not be forked"""
+    """how DataLoader processes start: spawn if the data set must not be forked; default: Python's"""
     peer_timeout: float = positive(10.0)
-    """seconds: a peer silent this long is taken for dead (hang, partition)"""
+    """seconds of silence after which a peer is taken for dead (hang, partition)"""
     wait_timeout: float = positive(600.0)
-    """seconds to wait for --min-nodes, or for silent nodes without which it may not go on, before giving up"""
+    """seconds to wait for --min-nodes, or for silent nodes that are needed to go on, before giving up"""
     formation_timeout: float = positive(300.0)
-    """seconds to wait for all members when a world forms, as for imports; reading or sending a state has 1,800"""
+    """seconds to wait for all members when a world forms, e.g. for imports; transfers of a state have 1,800 s"""
     min_nodes: int | None = at_least(1, None)
-    """fewer nodes than this wait for others instead of training on; default: the least of --nnodes, which a job needs
-    to begin in any case"""
+    """with fewer nodes, wait for others instead of training on; default: the minimum of --nnodes, which a job always
+    needs to begin"""
     notices: str = "off"
-    """who may say that this node goes away: off, auto, aws, gcp, azure, kubernetes, slurm, file:PATH or a URL"""
+    """source of notices that this node goes away: off, auto, aws, gcp, azure, kubernetes, slurm, file:PATH or a URL"""
     store_endpoint: str | None = None
-    """HOST:PORT of the rendezvous, where it cannot be found out from torchrun's own flags"""
+    """HOST:PORT of the rendezvous, if it cannot be found from torchrun's own flags"""
     local_rank: int | None = None
-    """given by torch.distributed.launch; what counts is LOCAL_RANK in the environment"""
+    """set by torch.distributed.launch and ignored: LOCAL_RANK in the environment counts"""
     node_price: float | None = positive(None)
-    """of a node for an hour: result.json, status and report then tell what a million kept samples cost"""
+    """price of a node per hour; result.json, status and report then show the cost of a million kept samples"""
     ledger: bool = switch()
-    """also write which samples each step used, under <run-dir>/ledger"""
+    """also record the samples of each step, under <run-dir>/ledger"""
     metrics_port: int | None = None
-    """answer Prometheus at this port of every node; needs the extra `metrics`"""
+    """serve metrics for Prometheus at this port of every node; needs the extra `metrics`; default: none"""
     metrics_host: str = "127.0.0.1"
-    """address that --metrics-port listens at; 0.0.0.0 is every interface, with neither password nor encryption"""
+    """address on which --metrics-port listens; 0.0.0.0: all interfaces, without password or encryption"""
     no_progress: bool = switch()
     """plain log lines instead of a progress bar (always so when stderr is no terminal)"""
     debug: bool = switch()
-    """tracebacks of expected errors, and verbose logs"""
+    """show tracebacks of expected errors, and verbose logs"""
 
     def check(self) -> None:
         """Raises: UsageError: names the flag, its value and what would work."""
