@@ -166,6 +166,7 @@ class HostBuffers:
         return cast("dict[str, Any]", copied)
 
     def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = _without_class(tensor)
         if is_odd(tensor):
             return tensor.detach().to("cpu", copy=True)
         index = self._used
@@ -196,15 +197,43 @@ class HostBuffers:
         # Pinned for a GPU: all its copies then run in a row without a wait after each. But not beside a step
         # (StepStart.copy_beside): to pin memory, CUDA waits for running kernels, which may hang in a reduction.
         is_pinned = tensor.is_cuda and threading.current_thread() is threading.main_thread()
-        return torch.empty_like(tensor, device="cpu", pin_memory=is_pinned, requires_grad=False)
+        return torch.empty_like(_without_class(tensor), device="cpu", pin_memory=is_pinned, requires_grad=False)
 
 
 def is_odd(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is more than numbers in one piece of memory, such as sparse tensors and conjugated views. Such
-    tensors are copied as a whole, without a buffer."""
+    """Whether a tensor is more than numbers in one piece of memory, such as sparse tensors, conjugated views, and
+    those made of other tensors. Such tensors are copied as a whole, without a buffer."""
     import torch
 
-    return tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return (
+        tensor.layout != torch.strided
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or _is_made_of_others(tensor)
+    )
+
+
+def _is_made_of_others(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor only wraps other tensors, as DTensor does: its class says how to take it apart."""
+    return hasattr(type(tensor), "__tensor_flatten__")
+
+
+def _without_class(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a foreign subclass as a plain one: the reader of snapshots refuses foreign classes."""
+    import torch
+
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or _is_made_of_others(tensor):
+        return tensor
+    return tensor.as_subclass(torch.Tensor)
+
+
+def _can_be_read(tensor: torch.Tensor) -> bool:
+    """Return whether the reader accepts the class of a tensor that wraps others: libraries can register theirs."""
+    import torch
+
+    registered = (one[0] if isinstance(one, tuple) else one for one in torch.serialization.get_safe_globals())
+    return any(one is type(tensor) for one in registered)
 
 
 def rebuilt(value: Any, of_tensor: Callable[[torch.Tensor], Any], where: str = "state") -> Any:
@@ -212,7 +241,7 @@ def rebuilt(value: Any, of_tensor: Callable[[torch.Tensor], Any], where: str = "
     by Python's.
 
     Raises:
-        SnapshotError: a leaf is neither a tensor nor a plain value; names it.
+        SnapshotError: a leaf is neither a tensor nor a plain value, or a tensor that could not be read; names it.
     """
     import torch
 
@@ -223,6 +252,8 @@ def rebuilt(value: Any, of_tensor: Callable[[torch.Tensor], Any], where: str = "
         if kind in leaves:
             return value
         if isinstance(value, torch.Tensor):
+            if _is_made_of_others(value) and not _can_be_read(value):
+                raise _refused(value, where)
             return of_tensor(value)
         if kind is list or kind is tuple:  # most items are leaves
             return kind(item if type(item) in leaves else again(item, f"{where}[{i}]") for i, item in enumerate(value))

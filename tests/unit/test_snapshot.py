@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import elastic_train
 from elastic_train.errors import OwnershipLost, SnapshotDamaged, SnapshotError
@@ -40,7 +41,7 @@ from elastic_train.storage.snapshot import (
     verify,
 )
 from elastic_train.storage.snapshot_writer import SnapshotWriter
-from elastic_train.storage.state_bytes import deserialize_state, serialize_state
+from elastic_train.storage.state_bytes import HostBuffers, deserialize_state, serialize_state
 from tests.processes import flip_a_bit, freeze
 
 DEADLINE = 30.0
@@ -190,6 +191,25 @@ def test_a_crafted_pickle_is_refused_and_not_run(tmp_path: Path, form: str) -> N
     assert "nothing of it was run" in message
     assert "\n" not in message
     assert not (tmp_path / "executed").exists()
+
+
+class OwnTensor(torch.Tensor):
+    """Numbers with a class, as libraries for images have."""
+
+
+def test_a_tensor_with_a_class_of_its_own_can_be_read_back() -> None:
+    tensor = torch.arange(3.0).as_subclass(OwnTensor)
+    read = deserialize_state(serialize_state({"a": tensor}))["a"]
+    assert type(read) is torch.Tensor
+    assert read.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_tensor_made_of_others_that_could_not_be_read_back_is_refused_before_it_is_written() -> None:
+    tensor = TwoTensor(torch.ones(3), torch.ones(3))
+    with pytest.raises(SnapshotError, match=r"state\['a'\] is a .*TwoTensor"):
+        HostBuffers().prepare({"a": tensor})
+    with pytest.raises(SnapshotError, match=r"state\['a'\] is a .*TwoTensor"):
+        serialize_state({"a": tensor})
 
 
 def test_a_file_that_would_take_a_thousand_times_its_size_is_refused() -> None:
@@ -890,6 +910,7 @@ import shutil
 import sys
 from pathlib import Path
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from elastic_train.storage.snapshot import find_snapshots, load_state
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 
@@ -968,6 +989,7 @@ def test_killed_at_every_call_of_a_write(tmp_path: Path) -> None:
 STALE = """
 import sys
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from pathlib import Path
 from elastic_train.errors import OwnershipLost
 from elastic_train.storage.run_directory import RunDirectory
