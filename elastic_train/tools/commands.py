@@ -1,7 +1,7 @@
-"""What each command of the console script does with what its parser found.
+"""The commands of the console script: each function takes the parsed arguments and returns the exit code.
 
-Returns the exit code. Each imports its code when it runs, and torch only where tensors are: `elastic-train --help` and
-the commands that read files answer at once.
+Each imports its code when it runs, and torch only if it handles tensors. So `elastic-train --help` and the commands
+that only read files start at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from elastic_train.storage.snapshot import SnapshotFolder, SnapshotInfo
 
 SLURM_OPTIONS = ("job-name", "time", "partition", "account", "gpus-per-node", "cpus-per-task")
-"""those of sbatch that most jobs need"""
+"""the options of sbatch that most jobs need"""
 
 
 def show_status(arguments: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def show_status(arguments: argparse.Namespace) -> int:
 
 def run_check(arguments: argparse.Namespace) -> int:
     require_linux("a check")
-    _exit_on_signals()  # so that it removes what it has made
+    _exit_on_signals()  # so that the check removes its files
     from elastic_train.tools.check.check_command import run_check
 
     return run_check(arguments)
@@ -65,14 +65,14 @@ def run_drill(arguments: argparse.Namespace) -> int:
         return 0
     if may_use_namespaces(arguments):
         become_root([Path.cwd(), *filter(None, (arguments.run_dir, arguments.scenario, arguments.trace))])
-    _exit_on_signals()  # so that its nodes are ended
+    _exit_on_signals()  # so that the drill ends its nodes
     return 0 if run_drill(settings_of(arguments)) else 1
 
 
 def _exit_on_signals() -> None:
-    """Let SIGTERM and SIGHUP unwind the main thread as an exit does."""
+    """Make SIGTERM and SIGHUP raise SystemExit in the main thread, so that it cleans up."""
     for signum in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup leaves it
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(signum, lambda received, _frame: sys.exit(128 + received))
 
 
@@ -149,7 +149,7 @@ def list_snapshots(arguments: argparse.Namespace) -> int:
 
 
 def verify_snapshots(arguments: argparse.Namespace) -> int:
-    """Prints a line per snapshot; 1 if one is damaged or not read, or there is none."""
+    """Print a line per snapshot. Returns 1 if one is damaged or cannot be read. Raises: SnapshotError: none found."""
     from elastic_train.storage.places import place_at, snapshots_in
     from elastic_train.storage.snapshot import find_snapshots, is_snapshot, is_there, read_info, verify
 
@@ -168,7 +168,7 @@ def verify_snapshots(arguments: argparse.Namespace) -> int:
         try:
             verify(info)
         except SnapshotUnread as error:
-            if info.path == place or is_there(info.path):  # else the job that trains has pruned it since
+            if info.path == place or is_there(info.path):  # else a running job has pruned it since
                 others.append(error.warning)
         else:
             print(f"whole: {info.path}")
@@ -200,7 +200,7 @@ def export_snapshot(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{output} is there already: say where to by --output, which replaces a file")
     info, state = _read_state(arguments, is_best=arguments.best)
     averaged = state.get("extras", {}).get("ema")
-    if not isinstance(averaged, Mapping) or averaged.keys() != state["model"].keys():  # an extra of that name
+    if not isinstance(averaged, Mapping) or averaged.keys() != state["model"].keys():  # a task's own extra of that name
         averaged = None
     weights = averaged if arguments.averaged else state["model"]
     if weights is None:
@@ -225,7 +225,7 @@ def copy_snapshot(arguments: argparse.Namespace) -> int:
 
 
 def _key(arguments: argparse.Namespace) -> bytes | None:
-    """Raises: UsageError: --snapshot-key names none."""
+    """Read the key. Raises: UsageError: --snapshot-key names no key."""
     from elastic_train.storage.signature import read_key
 
     return None if arguments.snapshot_key is None else read_key(arguments.snapshot_key)
@@ -239,7 +239,7 @@ def _read_state(arguments: argparse.Namespace, *, is_best: bool = False) -> tupl
 
 
 def _folder_at(path: str) -> SnapshotFolder:
-    """Of a run directory, its snapshots'. Raises: UsageError, SnapshotError."""
+    """Return the snapshot folder at `path`, which may be a run directory. Raises: UsageError, SnapshotError."""
     from elastic_train.storage.places import place_at, snapshots_in
     from elastic_train.storage.snapshot import is_snapshot
 

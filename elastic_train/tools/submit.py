@@ -26,14 +26,14 @@ OWNED_FLAGS = {
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What a batch script is filled with; None and nothing leave what stands there."""
+    """Values for a batch script; None or an empty value keeps what the script has."""
 
     nodes: str = "1:4"
     """as torchrun's --nnodes: `4` is a fixed allocation, `1:4` an elastic job"""
     allocate: int | None = None
-    """nodes to ask for, if not the most of `nodes`: more are spares, with fewer other jobs of the name are to join"""
+    """nodes to request, by default the maximum of `nodes`: more are spares; if fewer, jobs of the same name can join"""
     is_array: bool = False
-    """each node is a job of its own, which SLURM starts, ends and requeues by itself; they meet in etcd"""
+    """whether each node is a SLURM job of its own, started, ended and requeued separately; the nodes meet in etcd"""
     name: str | None = None
     etcd: str | None = None
     etcd_conf: str | None = None
@@ -41,17 +41,17 @@ class SlurmJob:
     setup: str | None = None
     workers: int | None = None
     is_checked: bool = True
-    """whether `elastic-train check` looks at the nodes first"""
+    """whether `elastic-train check` runs on the nodes first"""
     has_local_snapshots: bool = False
-    """whether each node is to keep its own snapshots, in which the check then sees no fault"""
+    """whether each node keeps its own snapshots; the check then accepts it"""
     options: Mapping[str, str] = field(default_factory=dict)
-    """of sbatch, by long name without dashes; "" for a switch"""
+    """options of sbatch by long name without dashes; "" for a switch"""
     flags: Sequence[str] = ()
-    """of the worker"""
+    """flags of the worker"""
 
 
 def write_script(job: SlurmJob) -> str:
-    """The batch script. Raises UsageError naming the flag."""
+    """Return the batch script. Raises: UsageError, which names the flag."""
     fewest, most = _nodes(job.nodes)
     is_fixed = fewest is None
     _check(job, is_fixed)
@@ -120,13 +120,13 @@ def _check(job: SlurmJob, is_fixed: bool) -> None:
         if owned is not None:
             raise UsageError(f"{given}: {owned}")
     check_task_stands_alone(job.flags)
-    if not task_of(job.flags):  # a task may have flags of its own, which only the nodes know
+    if not task_of(job.flags):  # a task may have flags of its own, known only on the nodes
         parse(job.flags)
 
 
 def _setup_of_this_environment() -> str:
-    """For the shell: conda, a module and `pip install --user` have no script that activates, and may have their
-    programs apart from Python's."""
+    """Return a shell line that activates this environment. conda, a module and `pip install --user` have no activation
+    script, and may install programs outside Python's folder: then the line extends PATH."""
     activate = Path(sys.prefix) / "bin" / "activate"
     if activate.exists():
         return f"source {shlex.quote(str(activate))}"
@@ -136,8 +136,8 @@ def _setup_of_this_environment() -> str:
 
 
 def set_option(script: str, name: str, value: str) -> str:
-    """`#SBATCH --name=value` in place of the line that is there, else after the last one; quoted for sbatch where it
-    must be. Raises UsageError."""
+    """Replace the script's line of this option, or add `#SBATCH --name=value` after the last option. Quotes the value
+    for sbatch where needed. Raises: UsageError."""
     if re.fullmatch(r"[a-z][a-z-]*", name) is None:
         raise UsageError(f"--sbatch {name}: is no option of sbatch")
     if len(value.splitlines()) > 1:
@@ -153,12 +153,12 @@ def set_option(script: str, name: str, value: str) -> str:
 
 
 def set_variable(script: str, name: str, value: str) -> str:
-    """`NAME=value` in place of the line that is there; `value` is in the shell's own words."""
+    """Replace the script's line `NAME=...`; `value` is already quoted for the shell."""
     return re.sub(rf"^{name}=[^\n]*$", lambda _: f"{name}={value}", script, count=1, flags=re.MULTILINE)
 
 
 def submit(script: str) -> str:
-    """What sbatch says. Raises ElasticTrainError where it is missing or refuses."""
+    """Return the output of sbatch. Raises: ElasticTrainError: sbatch is missing or refuses the script."""
     try:
         done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Whether machines can do a job, before it starts: `torchrun ... -m elastic_train.check`, `elastic-train check`.
+"""Check before a job whether machines can run it: `torchrun ... -m elastic_train.check`, `elastic-train check`.
 
 - `facts.py`: the gathered facts, as plain values
 - `here.py`: the facts that a worker finds by itself; `endpoint.py`: those about the rendezvous

@@ -13,19 +13,19 @@ class Level(StrEnum):
     BREAKS = "BREAKS"
     """it would end the job, keep it from starting, or break a promise"""
     MATTERS = "warning"
-    """it will be slow or fragile"""
+    """the job would be slow or fragile"""
     FINE = "ok"
     SKIPPED = "skipped"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     level: Level
     what: str
     why: str = ""
-    """why it matters; with `do` wherever the level is BREAKS or MATTERS"""
+    """why it matters; set together with `do` if the level is BREAKS or MATTERS"""
     do: str = ""
 
 
@@ -54,7 +54,7 @@ def by_value(values: Iterable[str]) -> dict[str, list[int]]:
 
 
 def errors(gathered: Gathered, error_of: Callable[[WorkerFacts], str | None]) -> list[tuple[str, list[int]]]:
-    """The different errors that workers have met, and the ranks that met each."""
+    """Return each distinct error and the ranks of the workers that have it."""
     found = by_value(error_of(worker) or "" for worker in gathered.workers)
     return [(error, ranks) for error, ranks in found.items() if error]
 

@@ -56,7 +56,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     wanted = wanted_of(arguments, launch, os.environ)
     findings = judge(gather(config, launch, wanted, arguments))
     is_good = is_passed(findings)
-    if launch.local_rank == 0:  # in each node's own terminal or log
+    if launch.local_rank == 0:  # once in each node's terminal or log
         print("\n".join([*describe(findings), "PASS" if is_good else "FAIL"]), flush=True)
     return 0 if is_good else 1
 

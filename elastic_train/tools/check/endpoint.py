@@ -29,7 +29,7 @@ def look_at_endpoints(endpoints: Sequence[str], run_id: str) -> RendezvousFacts:
     """Check the endpoints of c10d before the job. Some of several may be missing: any one leads to a running job.
 
     Args:
-        run_id: of the job.
+        run_id: run id of the job.
     """
     found = [look_at_endpoint(endpoint, run_id) for endpoint in endpoints]
     return RendezvousFacts(
@@ -155,7 +155,7 @@ def speaks_tls(connection: socket.socket) -> bool | None:
     except TimeoutError:
         return None
     except ssl.SSLError as error:
-        return "ALERT" in (error.reason or "")  # it asks for a client certificate
-    except OSError:  # an etcd without TLS ends the connection
+        return "ALERT" in (error.reason or "")  # the server asks for a client certificate
+    except OSError:  # an etcd without TLS closes the connection
         return False
     return True

@@ -13,7 +13,7 @@ ALL_REDUCE_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU that a worker takes."""
+    """The GPU that a worker uses."""
 
     uuid: str
     name: str
@@ -34,24 +34,24 @@ class RendezvousFacts:
     """What a node finds at the rendezvous of a job."""
 
     problems: tuple[Problem, ...] = ()
-    """with the endpoint, or with some of its members"""
+    """of the endpoints, or of members of etcd"""
     is_usable: bool = True
     """whether the rendezvous works in spite of the problems"""
     notes: tuple[str, ...] = ()
     is_running: bool = False
-    """whether the job itself answers there: it has begun"""
+    """whether the job has begun: it answers at an endpoint"""
 
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What one worker found by itself."""
+    """The facts that one worker finds alone."""
 
     host: str
     machine: str
-    """equal for processes of one kernel, whatever their containers call themselves"""
+    """equal for all processes of one kernel, whatever the host names of their containers"""
     pid: int
     agent_pid: int
-    """of the node's torchrun; 0 without one"""
+    """pid of the node's torchrun; 0 without one"""
     local_rank: int
     local_world_size: int
     address: str
@@ -62,7 +62,7 @@ class WorkerFacts:
     """whether torchrun loads elastic_train's entry point on this node"""
     backend: str
     interface: str | None
-    """network interface that has `address`, which gloo will take"""
+    """network interface of `address`, which gloo will use"""
     interfaces: tuple[str, ...]
     """all of this node, as NAME=ADDRESS with the first address if they have one"""
     wanted_interfaces: dict[str, str]
@@ -77,18 +77,18 @@ class WorkerFacts:
     device_error: str | None
     snapshot_dir: str
     snapshot_dir_error: str | None
-    """why nothing can be written there"""
+    """why the directory is not writable"""
     snapshot_dir_free: int
     shm_free: int
-    """bytes in /dev/shm"""
+    """free bytes in /dev/shm"""
     state_error: str | None
     """why a worker would not start: its flags, its run directory, or the model or data that it builds"""
     trained: str
     """the flags that choose the model and the data, to which `state_bytes` belongs"""
     state_bytes: int | None
-    """size of a snapshot; measured by the first worker of a node"""
+    """size of a snapshot, measured by the first worker of a node"""
     snapshot_seconds: float | None
-    """until a snapshot is durable; measured by the first worker of a node"""
+    """time until a snapshot is durable, measured by the first worker of a node"""
     num_loaders: int
     """DataLoader processes, --num-workers"""
     keep_snapshots: int
@@ -101,7 +101,7 @@ class WorkerFacts:
     moments_error: str | None = None
     """why the measured snapshot lacks the optimizer's moments"""
     wanted_device: str = "auto"
-    """by --device"""
+    """value of --device"""
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,15 @@ class SharedFacts:
     """What one worker found about the other workers."""
 
     unreachable: tuple[int, ...] = ()
-    """ranks whose listener cannot be reached from here"""
+    """ranks whose listener this worker cannot reach"""
     sees_directory_of: tuple[int, ...] = ()
     """ranks whose file this worker sees in its snapshot directory"""
     clock: float | None = None
     """Unix seconds of a moment that is the same for all, up to milliseconds"""
     all_reduce_seconds: float | None = None
-    """of ALL_REDUCE_BYTES over all workers, on their devices"""
+    """time of an all-reduce of ALL_REDUCE_BYTES over all workers, on their devices"""
     group_error: str | None = None
-    """why there was no process group, or why it broke"""
+    """why the process group was not formed, or why it broke"""
 
 
 Facts = TypeVar("Facts", WorkerFacts, SharedFacts)
@@ -141,11 +141,11 @@ class Wanted:
     nodes_by: str = "--nodes"
     """the source of that number"""
     max_nodes: int = 1
-    """of torchrun's --nnodes"""
+    """maximum of torchrun's --nnodes"""
     workers: int | None = None
     """of this node, if the check is a single process"""
     grace_seconds: float = 30.0
-    """between the signal to stop and the kill"""
+    """time between the signal to stop and the kill"""
     wants_shared_directory: bool = True
     is_c10d: bool = False
     """whether the rendezvous is c10d"""

@@ -1,4 +1,4 @@
-"""What a worker finds by itself: versions, device, addresses, room, and how long a snapshot takes."""
+"""The facts that a worker finds alone: versions, device, addresses, room, and how long a snapshot takes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def look_here(
         measured = measure_snapshot(config, device, directory, is_writer=launch.local_rank == 0)
     except ElasticTrainError as error:
         state_error = str(error)
-    except Exception as error:  # of the user's own task
+    except Exception as error:  # raised by the user's own task
         traceback.print_exc()
         state_error = kind_and_line(error)
     notices_of, notice_seconds = notices_here(config.notices, os.environ) if launch.local_rank == 0 else ("", None)
@@ -158,7 +158,7 @@ class TrialDirectory:
 
     path: Path
     error: str | None = None
-    """why nothing can be written there"""
+    """why the directory is not writable"""
 
     def __post_init__(self) -> None:
         self.path = self.path.absolute()
@@ -224,7 +224,7 @@ class Measured(NamedTuple):
 
     bytes: int
     seconds: float
-    """until it is durable"""
+    """time until it is durable"""
     last_step: int
     """the step with which training ends"""
     moments_error: str | None
@@ -247,7 +247,7 @@ def try_flags(config: Config, launch: Launch) -> None:
         RunDirectoryError: the run directory cannot be made, or not be written to.
     """
     check_start(config, launch)
-    if config.run_dir is not None and config.snapshot_dir is not None:  # else it is tried with the snapshots in it
+    if config.run_dir is not None and config.snapshot_dir is not None:  # else the snapshot directory lies in it
         folders = (config.run_dir, *config.run_dir.parents)
         require_writable(next(folder for folder in folders if os.path.exists(folder)), "run directory")
     if config.metrics_port is not None and launch.local_rank == 0:
@@ -262,9 +262,9 @@ def measure_snapshot(
     """Write a snapshot and measure it; None if this worker writes none.
 
     Raises:
-        torch.OutOfMemoryError: the moments do not fit.
-        UsageError, DatasetMissing: the task cannot be built, as a worker of the job would find. Whatever the user's own
-            task raises.
+        torch.OutOfMemoryError: the optimizer's moments do not fit.
+        UsageError, DatasetMissing: the task cannot be built; a worker of the job would fail as well. Also whatever the
+            user's own task raises.
     """
     task = make_task(config)
     state = make_state(config, task, device)
@@ -276,10 +276,10 @@ def measure_snapshot(
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     moments_error = None
     try:
-        state.optimizer.step()  # moments and the like exist from the first step on
+        state.optimizer.step()  # optimizers create their moments in the first step
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of these gradients, not of the task's: SparseAdam takes sparse ones, LBFGS a closure
+    except Exception as error:  # due to these gradients, not to the task: SparseAdam needs sparse ones, LBFGS a closure
         moments_error = kind_and_line(error)
     try:
         with directory.trial() as place:

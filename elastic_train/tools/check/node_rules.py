@@ -198,7 +198,7 @@ def there_is_room(gathered: Gathered) -> list[Finding]:
 
 
 def grace_is_long_enough(gathered: Gathered) -> list[Finding]:
-    """The time between a signal to stop and the kill, and that between a notice and the end, where it is known."""
+    """Compare the time of a snapshot with the grace period, and with the time that a notice leaves, if known."""
     measured = [
         (worker.snapshot_seconds, rank)
         for rank, worker in enumerate(gathered.workers)

@@ -135,11 +135,11 @@ def measure(membership: Membership, world: World, shared: SharedFacts) -> Shared
 
 
 def measure_all_reduce(world: World, device: torch.device) -> float:
-    """Seconds of an all-reduce over all workers, the best of three: the first one connects."""
+    """Return the seconds of an all-reduce over all workers, the best of three: the first one also connects."""
     data = torch.empty(ALL_REDUCE_BYTES // 4, device=device)
     found = []
     for _ in range(3):
-        data.fill_(1)  # a sum of sums is soon more than a float32 can count to
+        data.fill_(1)  # repeated sums of sums soon exceed the exact integers of float32
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         started = time.perf_counter()

@@ -21,7 +21,7 @@ class TrialBucket:
     def __init__(self, url: StoreUrl) -> None:
         self.path = url
         self.error: str | None = None
-        """why nothing can be written there"""
+        """why the bucket is not writable"""
         self._store = ObjectStore(url)
         self._marks: list[str] = []
         with self._noting_errors():
