@@ -1,4 +1,4 @@
-"""What membership costs a member, by the size of the world: hundreds of members on one machine, without training.
+"""The cost of membership per member, by the size of the world: hundreds of members on one machine, without training.
 
 Each has a store, pings and connections of its own, like a worker; a process has several members. Per size it measures
 what a member sends per second while nothing happens, on average and at most (without TCP's overhead). Then one member
@@ -35,7 +35,7 @@ from elastic_train.world import Address, Member, to_json
 QUICK = (2, 8, 32)
 THOROUGH = (2, 8, 32, 128, 512)
 FITTED_FROM = 32
-"""members; smaller worlds are dense, and cost less"""
+"""least members for the fit; in smaller worlds all members ping each other, which costs less"""
 LARGE = 10_000
 CREW = 32
 """members per process"""
@@ -62,7 +62,7 @@ class Found:
     bytes: tuple[float, float]
     killed: float
     joined: float
-    """seconds"""
+    """seconds, as `killed`"""
     calls: tuple[float, float]
     """to other members' stores, in one re-form"""
 
@@ -90,7 +90,7 @@ class TooMany(ElasticTrainError):
 
 
 class Crews:
-    """All the crews of one size."""
+    """All crews (processes with members) of one size."""
 
     def __init__(self, size: int) -> None:
         rest = size - 1
@@ -104,7 +104,7 @@ class Crews:
                 self._start(first, 1)  # a process of its own, as on a machine of its own
             for first in range(NUM_PROPOSERS, rest, CREW):
                 self._start(first, min(CREW, rest - first))
-            self._start(rest, 1)  # the last rank: it dies alone
+            self._start(rest, 1)  # the last rank, alone so that it can be killed alone
         except BaseException:
             self.end()
             raise

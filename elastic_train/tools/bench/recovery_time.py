@@ -58,7 +58,7 @@ class RecoveryCase:
     """per node"""
     kills: int
     limit: float
-    """seconds, of the median"""
+    """limit of the median, in seconds"""
     worst: float
     of_endpoint: bool = False
     """whether the killed node is the host of the endpoint"""

@@ -68,7 +68,7 @@ class ReductionCase:
         return build_model(self.model, channels=self.channels, classes=NUM_CLASSES, image_size=self.image_size)
 
     def samples(self) -> tuple[Tensor, Tensor]:
-        """One global batch of images and labels."""
+        """Return one global batch of images and labels."""
         generator = torch.Generator().manual_seed(1)
         images = torch.randn(self.batch, self.channels, self.image_size, self.image_size, generator=generator)
         return images, torch.randint(0, NUM_CLASSES, (self.batch,), generator=generator)
@@ -138,7 +138,7 @@ def measure(case: ReductionCase, world: World, seconds: float) -> list[BenchRow]
         "all-reduce": partial(dist.all_reduce, gradient),  # of a gradient's bytes, without anything to overlap
     }
     for step in steps.values():
-        for _ in range(3):  # DDP's bucket order, allocations
+        for _ in range(3):  # warm-up: DDP's bucket order, allocations
             step()
     round_seconds = sum(timed(step) for step in steps.values())
     num_rounds = torch.tensor(max(8, round(seconds / round_seconds)))

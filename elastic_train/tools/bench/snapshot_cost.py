@@ -1,4 +1,4 @@
-"""What a snapshot costs training: ours beside torch.save and torch.distributed.checkpoint, one right after the other.
+"""The cost of a snapshot: ours beside torch.save and torch.distributed.checkpoint, one right after the other.
 
 Each way of saving has a new process per round, so that first calls and memory peaks are its own. The process trains (it
 multiplies matrices again and again) and saves a state beside that. The cost of a save is the time until it is durable,
@@ -61,11 +61,11 @@ class Cost:
     blocked: list[float]
     """with a core idle; the first call includes all one-time work"""
     total: list[float]
-    """until durable, with a core idle"""
+    """time until durable, with a core idle"""
     lost_idle: list[float]
     lost_busy: list[float]
     extra_bytes: int
-    """at the peak of all calls"""
+    """additional memory at the peak of all calls"""
     memcpy: float
     """of the same bytes, into existing memory, with a core idle"""
     hashed: float
@@ -169,7 +169,7 @@ class OurWriter:
 
 
 def torch_save(folder: Path, state: dict[str, Any], _step: int) -> Callable[[], bool]:
-    """torch.save and fsync."""
+    """Save by torch.save and fsync."""
     with open(folder / "state.pt", "wb") as file:
         torch.save(state, file)
         file.flush()
@@ -178,7 +178,7 @@ def torch_save(folder: Path, state: dict[str, Any], _step: int) -> Callable[[], 
 
 
 def dcp_save(folder: Path, state: dict[str, Any], step: int) -> Callable[[], bool]:
-    """torch.distributed.checkpoint, without a process group."""
+    """Save by torch.distributed.checkpoint, without a process group."""
     save(state, storage_writer=FileSystemWriter(folder / f"step-{step}"), no_dist=True)
     return lambda: True
 
@@ -195,7 +195,7 @@ def measure(way: str, num_bytes: int, calls: int, folder: Path) -> Cost:
     """Measure `calls` saves with a core idle, and as many with none."""
     per_tensor = num_bytes // NUM_TENSORS // 4
     state = {"model": {f"w{number}": torch.full((per_tensor,), float(number)) for number in range(NUM_TENSORS)}}
-    (Path("/proc/self/clear_refs")).write_text("5")  # the peak counts from here
+    (Path("/proc/self/clear_refs")).write_text("5")  # resets the peak of memory
     before = status_bytes("VmRSS")
     save, prepared = way_of(way, folder, state)
     blocked, total, lost_idle, lost_busy = [], [], [], []

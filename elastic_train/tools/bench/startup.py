@@ -34,7 +34,7 @@ from elastic_train.tools.drills.nodes import clean_environment, wait_until
 NUM_TRAINING = 2
 """nodes that train while another one joins"""
 ALLOWANCE_SECONDS = 1.5
-"""for everything that is not an import of torch"""
+"""allowed for everything except the imports of torch"""
 QUICK, THOROUGH = 3, 10
 """joins"""
 
@@ -80,7 +80,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def rows_of(joins: Sequence[JoinTimes]) -> list[BenchRow]:
-    """The whole join beside its limit, pair by pair; then every phase, with its `spread` in seconds."""
+    """Return the row of the whole join against its limit, pair by pair, then of every phase; `spread` is in seconds."""
     whole, limits = [join.seconds for join in joins], [join.imports.limit for join in joins]
     rows = [BenchRow.of_costs("from torchrun's start to the first step", whole, limits, "s")]
     interpreter, torch, dynamo = map(statistics.median, zip(*(astuple(join.imports) for join in joins), strict=True))
