@@ -1,4 +1,4 @@
-"""Draws digits of eight lines with the help of a critic: two modules, two optimizers, a schedule, an early end."""
+"""Train a painter of eight-line drawings with a critic: two modules, two optimizers, a schedule, an early end."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ PATIENCE = 5
 
 
 class Referee:
-    """Looks at the painter after each epoch. Its state is among the extras: a newcomer has it, and the next start."""
+    """Evaluates the painter after each epoch. Its state is in the extras, so newcomers and a next start get it."""
 
     def __init__(self, data: Tensor) -> None:
         self._data = data
@@ -25,7 +25,7 @@ class Referee:
         with torch.no_grad():
             error = F.mse_loss(painter(self._data), self._data)
         painter.train()
-        dist.broadcast(error, 0)  # each rank has its own statistics of BatchNorm, and all must decide alike
+        dist.broadcast(error, 0)  # BatchNorm statistics differ by rank, but all ranks must decide alike
         training.keep(-error.item())
         self.epochs, self.num_worse = training.state.epoch, self.num_worse + 1
         if error < self.best:
@@ -51,7 +51,7 @@ def main() -> None:
     def train(training: elastic_train.Training) -> None:
         ddp, ddp_critic = training.parallel(), training.parallel(critic)
         for epoch in training.epochs():
-            if referee.epochs < epoch:  # at the top: where a peer is lost meanwhile, it is done again
+            if referee.epochs < epoch:  # at the top, so that it is repeated if a peer is lost meanwhile
                 referee.look(training, painter)
             if referee.num_worse >= PATIENCE:
                 return

@@ -1,4 +1,4 @@
-"""A task: what is trained, and nothing else. From this folder:
+"""A task: only what is trained. Run it from this folder:
 
 torchrun --rdzv-backend=c10d --nnodes 1:4 -m elastic_train --task parity_task:Parity --bits 10 --epochs 60
 """

@@ -1,6 +1,6 @@
 """Sampler, state and snapshots by themselves, in a loop without a launcher: run it with python.
 
-Run it again and again, or interrupt it: it goes on where its newest snapshot stands, in the middle of an epoch.
+Interrupt it and run it again: it continues from its newest snapshot, also in the middle of an epoch.
 """
 
 import torch

@@ -1,15 +1,15 @@
-"""Where newcomers find a job in etcd, and who begins it: a finder.Finder that needs no machine in particular.
+"""Find or begin a job through etcd: a finder.Finder that depends on no particular node.
 
-Below the job's entry (etcd_job.py), under a lease of the process that writes them:
+Keys below the job's entry (etcd_job.py), under a lease of the process that writes them:
 
-- `sign`: stores of some members, and the token of their job; rank 0 writes it every half second, and ranks 1 and 2
-  where it stands still.
-- `begin`: the store of the one that begins, which has created it.
+- `sign`: stores of some members, and the token of their job. Rank 0 writes it every half second, ranks 1 and 2 if it
+  stops changing.
+- `begin`: the store of the worker that begins the job, which created the key.
 
-Under the entry's own lease `workers/UID` notes every worker until it leaves, whether etcd hears from it or not.
+`workers/UID`, under the entry's own lease, lists every worker until it leaves, even if it cannot reach etcd.
 
-Nobody trains by them. A sign goes with the lease of who wrote it last; before that, where nobody listens at any store
-that it names.
+Training does not depend on these keys. A sign expires with the lease of its last writer. It is ignored earlier if it
+stops changing and all stores that it names refuse connections.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from elastic_train.rendezvous.etcd_store import EtcdStore, stamp, text_of
 from elastic_train.world import Address
 
 LOOK_SECONDS = 0.3
-"""between two looks of a newcomer"""
+"""between two requests of a newcomer to etcd"""
 KEEP_SECONDS = 0.5
-"""between two turns of the thread that keeps sign and leases"""
+"""between two turns of the thread that renews sign and leases"""
 FRESH_SECONDS = 3.0
-"""after which a member that is not asked any more to show a sign writes it no longer"""
+"""after the last call of `show`; then the member stops writing its sign"""
 REFUSED_SECONDS = 3.0
-"""in which nobody has written a sign anew, where nobody listens at any store that it names"""
+"""without a change of a sign, before it is ignored if all stores that it names refuse connections"""
 WARN_SECONDS = 5.0
-"""of etcd's silence before anybody is told"""
+"""without an answer of etcd, before a member warns"""
 REPORT_SECONDS = 10.0
-"""between two lines to the person who waits with us"""
+"""between two log lines of a worker that waits for etcd"""
 ENTRY_LOST = (
     "etcd has lost the job's entry: it came back empty, or heard of no worker for a day. Training goes on; a node that "
     "falls silent is waited for until the next world forms, which it does in a minute or two"
 )
 CLOSE_SECONDS = 3.0
-"""for tidying up at the end; what is left then runs out with the leases"""
+"""limit for the cleanup in `close`; keys left then expire with their leases"""
 MOST_NAMED = 16
-"""stores in a sign"""
+"""most stores in a sign"""
 ENTRY_SECONDS = 86400.0
-"""that the entry outlives the last contact of any worker: with it go its claims, and newcomers need none of it"""
+"""lease of the entry after the last contact of any worker; its claims expire with it, newcomers do not need them"""
 
 
 class EtcdSilence:
-    """What comes of it that etcd does not answer one worker. For two threads; what is assigned is one reference.
+    """Reports and warns while etcd does not answer. Two threads use it without a lock: assignments are atomic.
 
     Args:
         grace: seconds that a worker without a world waits for etcd.
@@ -70,9 +70,9 @@ class EtcdSilence:
         self._since: float | None = None
         self._reported_at = clock()
         self._nobody_since: float | None = None
-        """when the first of the looks ended that etcd has not answered, and that have led to nobody"""
+        """end of the first in the present row of looks in which etcd did not answer and no job was found"""
         self._leads_to_nobody = False
-        """whether the last look is one of them"""
+        """whether the last look belongs to that row"""
         self._has_warned = False
 
     def report(self, why: str) -> None:
@@ -96,14 +96,14 @@ class EtcdSilence:
             self._warn(f"{error}; training goes on without it, but nobody finds the job there")
 
     def note_look(self) -> None:
-        """A worker without a world looks. Where `note_nobody` does not follow, that has led to a host."""
+        """Note that a worker without a world looks for a job. Unless `note_nobody` follows, the look found a host."""
         if not self._leads_to_nobody:
             self._nobody_since = None
         self._leads_to_nobody = False
 
     def note_nobody(self, error: StoreUnreachable | StoreRefused, *, knows_others: bool) -> None:
-        """The look has led to nobody. Raises `error` where that was so for longer than the grace; at once where etcd
-        refuses a worker that knows no stores besides."""
+        """Note that the look found no host. Raises `error` if that lasts longer than the grace; at once if etcd refuses
+        a worker that knows no other stores."""
         self._leads_to_nobody = True
         now = self._clock()
         since = self._nobody_since = now if self._nobody_since is None else self._nobody_since
@@ -113,8 +113,8 @@ class EtcdSilence:
 
 
 def repeat(seconds: float, turn: Callable[[], None]) -> Callable[[float], None]:
-    """Begin a thread that takes a turn every so many seconds, whatever the last one has raised. The returned function
-    ends it, and waits for its last turn, for some seconds at most."""
+    """Start a thread that calls `turn` every `seconds`, even after an error. The returned function ends the thread, and
+    waits for the last turn for at most the given timeout."""
     is_over, told = threading.Event(), set[str]()
 
     def run() -> None:
@@ -132,27 +132,27 @@ def repeat(seconds: float, turn: Callable[[], None]) -> Callable[[float], None]:
 
 
 class EtcdFinder(Finder):
-    """Connects when it is made. Where etcd does not answer it blocks for the grace; for one
-    attempt where `earlier` names somebody: then its thread opens the job's entry, whenever etcd answers.
+    """A finder through etcd. Its constructor opens the job's entry, and blocks for the grace if etcd does not answer.
+    If `earlier` names a store, it makes one attempt only; its own thread then opens the entry once etcd answers.
 
-    The training thread looks, and the watcher's says what is to be shown; a thread of its own writes it, so that
-    neither waits for etcd where a job runs. There is no lock: what is assigned is one reference.
+    The training thread looks for jobs, and the watcher thread sets the sign. A thread of the finder writes the sign,
+    so neither waits for etcd while a job runs. There is no lock: each assignment is of one reference.
 
     Args:
-        connections: to etcd; closed with this.
+        connections: to etcd; `close` closes them.
         uid: of this process.
-        address: of the store that it serves.
-        lease: seconds after which it is gone to newcomers that cannot reach it.
-        check: raises Stopped where this worker was told to stop.
-        log: tells the person in front of this node what is being waited for.
-        warn: tells of what is not as it should be, while it trains.
-        earlier: stores of members that the run directory names, or that this process was in a world with.
-        repeat: has the turns of the thread taken, as the function of this name.
-        probe_all: whether anybody listens at some addresses.
-        bound: makes `arbiter` of the claims in an entry, so that a call of it ends.
+        address: address of the store that this process serves.
+        lease: seconds without contact to etcd after which newcomers that cannot reach this process count it as gone.
+        check: raises Stopped if this worker is to stop.
+        log: takes messages about what this worker waits for.
+        warn: takes warnings while this worker trains.
+        earlier: returns stores of members that the run directory names, or that shared a world with this process.
+        repeat: runs the turns of the thread, as the function of this name.
+        probe_all: probes whether programs listen at addresses.
+        bound: makes `arbiter` from the claims in an entry, with calls that are limited in time.
 
     Raises:
-        StoreUnreachable, StoreRefused: as every call of etcd; not where `earlier` names somebody.
+        StoreUnreachable, StoreRefused: as every call of etcd; not if `earlier` names a store.
     """
 
     def __init__(
@@ -181,9 +181,9 @@ class EtcdFinder(Finder):
         self._has_world = self._is_closed = False
         patient = Etcd(connections, deadline=grace, before_retry=self._before_retry)
         self._own: NodeLease | None = None
-        """None before one could be opened"""
+        """lease in the job's entry; None until the entry could be opened"""
         self._arbiter = bound(arbiter_in(None))
-        self._no_entry: ElasticTrainError | None = None  # why
+        self._no_entry: ElasticTrainError | None = None  # why `_own` is None
         is_known = bool(earlier())
         try:
             self._open(self._etcd if is_known else patient)
@@ -194,28 +194,28 @@ class EtcdFinder(Finder):
             log(f"no entry of the job in etcd yet, so this node asks the members that it knows: {error}")
         self._seen: tuple[Address, ...] = ()
         self._stood: tuple[list[str], float] = ([], 0.0)
-        """what was shown, and since when"""
+        """the last signs read by `_are_gone`, and since when they are unchanged"""
         self._sign: tuple[str, Sequence[Address], str, bool] | None = None
-        """what this process shows: a key's name, stores, a job's token, and whether only where nothing is shown"""
+        """what this process shows: name of the key, stores, token of the job, whether only if no other member writes"""
         self._looked_at, self._shown_at, self._num_shown = -1e9, -1e9, 0
         self._last_read: str | None = None
-        """what was shown, by the last turn of the thread that keeps it"""
+        """text of the key at the last turn of the thread"""
         self._other_jobs: tuple[Address, ...] = ()
-        """found since they were last asked for"""
+        """stores of other jobs with this run id, found since the last call of `other_jobs`"""
         self._end_turns = repeat(KEEP_SECONDS, self._keep)
 
     def arbiter(self) -> Arbiter:
-        """Whose claims lie in the newest entry that this process has opened; the same object as long as that lasts."""
+        """Return the arbiter with claims in the newest entry opened; the same object until a new entry is opened."""
         return self._arbiter
 
     def _open(self, etcd: Etcd) -> None:
-        """Enter the job. Raises: StoreUnreachable, StoreRefused."""
+        """Open the job's entry and note this worker in it. Raises: StoreUnreachable, StoreRefused."""
         try:
             while True:
                 job = open_job(etcd, self._settings, self._run_id, ENTRY_SECONDS)
                 store = EtcdStore(self._etcd, lease=job.lease, guard=job.guard)
                 own = NodeLease(store, job, self._uid, json.dumps(self._address), self._seconds)
-                with contextlib.suppress(LeftOut):  # the last of the others has taken it away at this moment
+                with contextlib.suppress(LeftOut):  # the last other worker has just deleted the entry
                     note_worker(store, job, self._uid, self._address)
                     own.keep()
                     break
@@ -227,14 +227,14 @@ class EtcdFinder(Finder):
         if before is None or before.job.prefix != own.job.prefix:
             self._arbiter = self._bound(arbiter_in(own))
             if before is not None and self._has_world:
-                self._warn(ENTRY_LOST)  # the last: it may hang, or raise
+                self._warn(ENTRY_LOST)  # last, as it may hang or raise
 
     def _before_retry(self, why: str) -> None:
-        """Between two attempts of the training thread: it can be stopped, and says what it waits for."""
+        """Raise Stopped if this worker is to stop, else report the wait. For the training thread, between attempts."""
         self._check()
         self._silence.report(why)
 
-    # --- for who has no world -----------------------------------------------------------------------------------------
+    # --- for a worker without a world ---------------------------------------------------------------------------------
 
     def addresses(self) -> Sequence[Address]:
         self._silence.note_look()
@@ -252,7 +252,7 @@ class EtcdFinder(Finder):
         return self._seen
 
     def _entry(self) -> NodeLease:
-        """Raises: StoreUnreachable, StoreRefused."""
+        """Return the lease in the entry. Raises: StoreUnreachable, StoreRefused."""
         if self._own is None:
             assert self._no_entry is not None, "it could not be opened"
             raise self._no_entry.with_traceback(None)
@@ -262,7 +262,7 @@ class EtcdFinder(Finder):
         try:
             return self._begins()
         except LeaseLost:
-            return False  # it hung for a while, and the keeper sees it
+            return False  # this process hung; the finder's thread opens a new lease
         except (StoreUnreachable, StoreRefused) as error:
             self._silence.note_nobody(error, knows_others=bool(self._earlier()))
             return False
@@ -290,7 +290,7 @@ class EtcdFinder(Finder):
         return has_begun
 
     def _are_gone(self, texts: list[str]) -> bool:
-        """Whether nobody writes these signs anew, and nobody listens at any store that they name."""
+        """Return whether these signs have stopped changing, and all stores that they name refuse connections."""
         now = self._clock()
         if texts != self._stood[0]:
             self._stood = texts, now
@@ -299,11 +299,11 @@ class EtcdFinder(Finder):
         return set(self._probe_all([store for text in texts for store in stores_in(text)])) == {Probe.REFUSED}
 
     def _text(self, stores: Sequence[Address], job_token: str) -> str:
-        self._num_shown += 1  # who looks whether anybody writes sees it change
+        self._num_shown += 1  # readers tell by the change that the sign is still written
         named = list(dict.fromkeys([self._address, *stores]))[:MOST_NAMED]
         return json.dumps({"stores": named, "job": job_token, "by": self._uid, "number": self._num_shown})
 
-    # --- for who keeps the job ----------------------------------------------------------------------------------------
+    # --- for workers of the job ---------------------------------------------------------------------------------------
 
     def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
         self._shown_at = self._clock()
@@ -332,19 +332,19 @@ class EtcdFinder(Finder):
                 self._silence.note_none(error, has_world=self._has_world)
 
     def _turn(self) -> bool:
-        """As `_keep_once`, but for LeftOut."""
+        """Call `_keep_once`, and open the entry again after LeftOut. Returns whether etcd was asked."""
         try:
             if self._own is None:
                 self._open(self._etcd)
             return self._keep_once()
-        except LeftOut:  # its lease is over, or the entry's, for all in that were away for long
+        except LeftOut:  # its lease has expired, or the entry's, after all its workers were away for long
             if not self._is_closed:
                 self._entry().end(self._etcd)
                 self._open(self._etcd)
             return True
 
     def _keep_once(self) -> bool:
-        """Whether etcd was asked for anything. Raises: StoreUnreachable; LeftOut where a lease or the entry is gone."""
+        """Renew lease and sign. Returns whether etcd was asked. Raises: StoreUnreachable; LeftOut: either is gone."""
         own, sign = self._entry(), self._sign
         is_due = self._clock() >= self._next_keep
         if is_due:
@@ -359,20 +359,20 @@ class EtcdFinder(Finder):
         if there is None:
             mine.create(key, self._text(stores, token))
         elif name == "begin":
-            if there["by"] == self._uid:  # else it has taken this one's place, or is of the same job
+            if there["by"] == self._uid:  # else another beginner replaced this one, or belongs to the same job
                 mine.put(key, self._text(stores, token))
         else:
             if there["job"] != token:
-                # Two jobs of one run id that know nothing of each other take turns: each sees the other's sign.
+                # Two jobs of one run id that do not know each other overwrite the sign in turn: each sees the other's.
                 self._other_jobs = stores_in(text)
-            if not if_missing or text == self._last_read:  # who has written it may be dead by now
+            if not if_missing or text == self._last_read:  # unchanged: its writer may be dead
                 mine.put(key, self._text(stores, token))
         self._last_read = text
         return True
 
     def close(self) -> None:
-        """Leave nothing behind: the last one out takes the entry away. Not long where etcd does not answer; then, and
-        where one that did not leave gives no answer, the entry goes with its lease."""
+        """Delete this worker's keys; the last worker deletes the entry. Blocks some seconds at most. The entry expires
+        with its lease if etcd does not answer, or if a worker that did not leave gives no answer."""
         self._is_closed = True
         self._end_turns(2 * ATTEMPT_SECONDS)
         etcd = Etcd(self._connections, CLOSE_SECONDS, CLOSE_SECONDS / 2)
@@ -384,10 +384,10 @@ class EtcdFinder(Finder):
 
 
 def sign_and_begin(own: NodeLease) -> tuple[str, str]:
-    """The keys that lead newcomers."""
+    """Return the keys that newcomers read."""
     return f"{own.job.prefix}/sign", f"{own.job.prefix}/begin"
 
 
 def shown(own: NodeLease) -> list[Entry | None]:
-    """What they lead to. Raises: StoreUnreachable, StoreRefused."""
+    """Return the entries at these keys. Raises: StoreUnreachable, StoreRefused."""
     return own.store.etcd.get_many(sign_and_begin(own))
