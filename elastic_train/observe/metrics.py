@@ -1,4 +1,4 @@
-"""`--metrics-port`: what a run is doing, for Prometheus to scrape, from the first worker of every node.
+"""`--metrics-port`: the metrics of a run for Prometheus, served by the first worker of every node.
 
 Each node reports the whole run: step, loss, members, incidents and goodput are the same on all nodes. So one node is
 enough to scrape, and no target changes when rank 0 does. A spare, which has no state, reports the world alone. Only
@@ -33,7 +33,7 @@ CAUSES = ("peer_lost", "leave", "join", "restart")
 
 
 Family = tuple[str, str, str, Mapping[str, float]]
-"""name, help, the label beside `run`, and the values by it; without a label the one value is that of """ ""
+"""name, help, the label beside `run`, and the values by label; without a label the only key is """ ""
 
 
 def _one(name: str, what: str, value: float | None) -> Family:
@@ -110,7 +110,7 @@ class Metrics:
         # A forked DataLoader process would keep the port beyond this process's death.
         close_in_forked_children(self._port, self._server)
 
-    # --- what the training thread tells -------------------------------------------------------------------------------
+    # --- called by the training thread --------------------------------------------------------------------------------
 
     def enter(self, world: World, state: TrainState) -> None:
         """Enter a world that stands and whose members all hold `state`; a spare's is ignored."""
@@ -185,16 +185,16 @@ class Metrics:
         yield _one("last_recovery_seconds", "from what interrupted training last to its going on", last)
 
     def close(self) -> None:
-        """Stop answering, and give the port back."""
+        """Stop the server and free the port."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
 
-    # --- what a scrape gets, on the server's thread -------------------------------------------------------------------
+    # --- called by the server's thread at a scrape --------------------------------------------------------------------
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """prometheus_client calls it at every scrape."""
+        """Yield all families; prometheus_client calls this at every scrape."""
         from prometheus_client.core import GaugeMetricFamily
 
         of_run = self._of_run

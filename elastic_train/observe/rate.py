@@ -1,4 +1,4 @@
-"""Samples per second, as a person reads them."""
+"""Samples per second, smoothed for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SMOOTHING_SECONDS = 3.0
 
 
 class Rate:
-    """Samples per second over the last few refreshes, smoothed so that a person can read it."""
+    """Samples per second, smoothed over the last few refreshes so that the figure is readable."""
 
     def __init__(self) -> None:
         self.per_second = 0.0
