@@ -1,1 +1,1 @@
-"""What a person sees: log lines, the progress bar, Prometheus metrics, `elastic-train status`."""
+"""The views of a run: log lines, the progress bar, Prometheus metrics, `elastic-train status`."""

@@ -1,7 +1,7 @@
 """Where a run stands, from the files in its run directory alone: `elastic-train status RUN_DIR`.
 
-It reads what others may be writing at the moment, and never locks or changes anything. Event files can have millions
-of lines; only the head of each (its `start` event) and the tail are read. Imports neither torch nor numpy.
+It reads files that workers may be writing, and never locks or changes anything. Event files can have millions of
+lines; only the head of each (its `start` event) and the tail are read. Imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from elastic_train.wording import duration
 
 SILENT_AFTER_SECONDS = 30.0
 RATE_SECONDS = 30.0
-"""how much of the end of a run its samples per second are taken over"""
+"""the end of a run over which its samples per second are computed"""
 
 
 class RunState(StrEnum):
@@ -49,12 +49,12 @@ class RunState(StrEnum):
 THERE = (RunState.STARTING, RunState.RUNNING, RunState.SILENT)
 """the states in which nodes train, or may"""
 OVER = (RunState.FINISHED, RunState.FAILED)
-"""those from which nobody is to continue the run"""
+"""the states from which the run is not to be continued"""
 
 
 @dataclass(frozen=True)
 class NewestSnapshot:
-    """The newest that is whole by its size, not by its checksum. Below a URL, which nobody asks here, by its event."""
+    """The newest snapshot that is whole by its size (checksums are not read); below a URL, that of its event."""
 
     step: int | None
     time: float
@@ -65,7 +65,7 @@ class NewestSnapshot:
 
 @dataclass(frozen=True)
 class Status:
-    """What the files tell. None where they do not."""
+    """The state of a run from its files; None for what they do not have."""
 
     run_dir: Path
     state: RunState
@@ -83,7 +83,7 @@ class Status:
     epoch: int | None = None
     """of the newest committed step, from 0"""
     num_epochs: int | None = None
-    """None where training ends before, at --max-steps"""
+    """None if training ends before, at --max-steps"""
     samples_done: int | None = None
     """in that epoch"""
     length: int | None = None

@@ -1,13 +1,12 @@
-"""What happened, as JSON lines: `events/` and `ledger/` of a run directory.
+"""The JSON lines of a run: `events/` and `ledger/` of a run directory.
 
-One object per line, written by a single `write(2)` to a file opened for appending, so a process that is killed leaves
-whole lines. Only one that SIGKILL finds inside that very call may leave its last line cut off: Linux copies a write
-page by page and looks for a fatal signal between two pages. Such a line has no newline at its end, and reader.py
-passes over it. There is one file per worker process, so no two processes ever share one; in containers a later one may
-have the same name, and goes on with the file behind a newline.
+One object per line, written by a single `write(2)` to a file opened for appending, so a killed process leaves whole
+lines. Only SIGKILL within that call may cut off the last line: Linux copies a write page by page and checks for a fatal
+signal between two pages. Such a line has no newline at its end, and reader.py skips it. Each worker process has its own
+file. In containers a later process may have the same name; it appends to the file after a newline.
 
-An event has its moment twice: `time`, Unix seconds by a clock that may be wrong or be set, and `monotonic`, the seconds
-of one that only ever goes on, of this machine alone.
+An event has two times: `time`, Unix seconds of a clock that may be wrong or be set, and `monotonic`, seconds of a clock
+of this machine that never goes back.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ if TYPE_CHECKING:
     from elastic_train.world import World
 
 FINISHED = frozenset({"finished", "already_finished"})
-"""the outcomes in a `done` event of who reached the end"""
+"""the outcomes in the `done` event of a worker that reached the end"""
 PAUSE_SECONDS, PAUSE_FACTOR = 60.0, 20.0
-"""a mount that answers after a timeout, of minutes perhaps, costs a twentieth of the time at most"""
+"""a mount that fails only after a timeout, perhaps of minutes, costs at most a twentieth of the time"""
 
 
 class JsonLines:
     """An append-only file of JSON objects, made at the first line; every line is in the kernel before `write` returns.
 
-    A file system that is full or gone must not end the training. Meanwhile lines are lost, which one line on stderr
-    says, and an event `unwritten` afterwards. A full one is tried at every line; any other failure, which may take long
-    each time, leaves the file alone for PAUSE_SECONDS and PAUSE_FACTOR times what it took. A handle that the restart of
-    an NFS server made stale is opened anew.
+    A file system that is full or gone must not end the training. Lines are lost meanwhile: one line on stderr warns,
+    and an event `unwritten` follows later. A full file system is tried at every line. Any other failure may take long,
+    so writing pauses for PAUSE_SECONDS or PAUSE_FACTOR times its duration, whichever is longer. A file handle that an
+    NFS server's restart made stale is opened again.
     """
 
     def __init__(
@@ -52,12 +51,12 @@ class JsonLines:
         tell: Callable[[LinesMissing], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tell`: gets an event when lines can be written again; again later where it returns False."""
+        """`tell`: is called with an event when lines can be written again; called again later if it returns False."""
         self.path, self._tell, self._clock = path, tell, clock
         self._lost: dict[str, list[list[int]]] = {}
         """event -> generation, first and last step of lines that were lost; those of a ledger are `samples`"""
         self._num_torn = 0
-        """lines of which a part found room"""
+        """lines that were written only in part"""
         self._is_telling = False
         self._fd: int | None = None
         self._has_failed = False
@@ -66,7 +65,7 @@ class JsonLines:
         """a thread may write while another closes; a signal handler may write within a write"""
 
     def write(self, line: dict[str, Any]) -> bool:
-        """Whether it is in the file."""
+        """Write a line and return whether it is in the file."""
         data = line_of(line)
         with self._lock:
             if line.get("event") == Done.name:  # there may be no later one
@@ -136,7 +135,7 @@ class JsonLines:
         return is_whole
 
     def is_elsewhere(self) -> bool:
-        """Whether the file that lines go to is no longer at its path: it was moved or removed."""
+        """Return whether the open file is no longer at its path, because it was moved or removed."""
         with self._lock:
             try:
                 return self._fd is not None and not os.path.samestat(os.fstat(self._fd), self.path.stat())
@@ -154,7 +153,7 @@ class JsonLines:
 
 
 class EventLog:
-    """The events of one worker; every line says who wrote it and where its run stood."""
+    """The events of one worker; every line has its writer and the position of the run."""
 
     def __init__(
         self,
@@ -176,14 +175,14 @@ class EventLog:
         self.step = 0
         """committed steps so far; the training loop keeps it current"""
         self.is_noticed = False
-        """whether this node has a standing notice that it may be taken away: lines say so, as that of the notice itself
-        is soon far from both ends of the file"""
+        """whether this node has a standing notice that it may be taken away. Each line has it, because the line of the
+        notice itself is soon far from both ends of the file"""
         self.quarantines: Sequence[Mapping[str, Any]] = ()
         """of hosts that this run keeps waiting: lines have those that are not over (`until`, Unix seconds)"""
 
     def enter(self, world: World) -> None:
-        """From now on lines carry this world's rank, sizes and generation. They go into the run directory as it is
-        now: a member that was started with --fresh may have moved aside what this worker had written before."""
+        """Write this world's rank, sizes and generation into all later lines. If the file was moved, begin a new one:
+        a member started with --fresh may have moved this worker's earlier file aside."""
         if self._lines.is_elsewhere():
             self.begin_again()
         self._rank, self._world_size, self._generation = world.rank, world.world_size, world.generation
@@ -192,18 +191,18 @@ class EventLog:
             self._nodes["spare_nodes"] = num_spare
 
     def leave(self) -> None:
-        """This worker is in no world any more. Another run may have moved the files aside: they are opened anew."""
+        """Leave the world. Another run may move the files aside, so the next line opens its file again."""
         self._generation, self._nodes = None, {}
         self._lines.close()
 
     def begin_again(self) -> None:
-        """The file was removed or moved with its folder: begin another one, with the `start` event of this worker."""
+        """Begin a new file with this worker's `start` event, because the old one was removed or moved."""
         self._lines.close()
         if self._start is not None:
             self._lines.write(self._start)
 
     def write(self, event: Event) -> bool:
-        """Whether it is in the file."""
+        """Write a line and return whether it is in the file."""
         now = time.time()
         line: dict[str, Any] = {
             "time": now,
@@ -239,7 +238,7 @@ class Ledger:
     """
 
     def __init__(self, directory: Path, *, events: EventLog, host: str, local_rank: int) -> None:
-        """`events`: of this worker, which tell what is missing here."""
+        """`events`: the event log of this worker, which reports lines missing here."""
         self._lines = JsonLines(directory / file_name(host, local_rank, os.getpid()), events.write)
 
     def write(self, *, epoch: int, step: int, world: World, indices: list[np.ndarray]) -> None:
