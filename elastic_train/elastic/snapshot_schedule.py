@@ -56,7 +56,7 @@ class SaveTime:
     def vote(self) -> int:
         """Return the value for `note_vote` that rank 0 has not yet shared with its world; else 0."""
         seconds, num_bytes = math.ceil(self._measured[0]), self._measured[1]
-        if senders(self._num_nodes, num_bytes, is_bucket=self._is_bucket) < self._num_nodes:
+        if senders(2, num_bytes, is_bucket=self._is_bucket) == 1:  # the next world may have more nodes than this one
             seconds = -seconds
         seconds = seconds or self._told[1]
         return seconds if self._is_rank_0 and self._told != (self._generation, seconds) else 0

@@ -288,3 +288,9 @@ def test_what_rank_0_has_measured_all_of_its_world_know(*, is_bucket: bool, num_
     times[2].note_written(20.0, num_bytes)
     step(times[2], newcomer)
     assert newcomer.seconds == (10.0 if is_shared else 20.0)
+    alone = SaveTime(is_bucket=is_bucket)
+    enter(0, alone)
+    alone.note_written(20.0, num_bytes)
+    step(alone)
+    enter(1, alone, newcomer)
+    assert alone.seconds == (10.0 if is_shared else 20.0), "before the first step of the larger world, too"
