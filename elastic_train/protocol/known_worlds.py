@@ -250,9 +250,7 @@ class Newcomers:
         for member in newcomers:
             try:
                 clients.of(member).create("admitted", message)
-            except (
-                StoreUnreachable
-            ):  # the newcomer may look here; a member that misses it in the next agreement sends the message again
+            except StoreUnreachable:  # it may look here, or gets it again from a member that misses it later
                 clients.lose(member)
                 self._own.put(admitted_key(member.uid), message)
 
