@@ -4,10 +4,11 @@ The members decide the successor of their world by a ballot (ballots.py); laws.p
 
 Keys in a member's own store: `host` (store of the host of the join queue, as far as it knows), `queue/...` (the join
 queue, while this member is the host), `members` (stores of its world, which newcomers remember), `rests` (set while its
-world is over and the next one is not agreed on, or while it begins no world because another job may run), `admitted`
-(its first world), `admitted/UID` (that of a newcomer whose store did not answer), `fact/NAME`; and below each world's
-key `present`, `register`, `next`, `left/...`, `released/UID` (a member that is no voter any more), at rank 0
-`ready/...`, and other announcements. Keys of worlds that are long over are deleted (`OldKeys`).
+world is over and the next one is not agreed on, or while it begins no world because another job may run), `over` (set
+once the job has ended), `admitted` (its first world), `admitted/UID` (that of a newcomer whose store did not answer),
+`fact/NAME`; and below each world's key `present`, `register`, `next`, `left/...`, `released/UID` (a member that is no
+voter any more), at rank 0 `ready/...`, and other announcements. Keys of worlds that are long over are deleted
+(`OldKeys`).
 """
 
 from __future__ import annotations
