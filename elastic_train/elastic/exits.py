@@ -32,7 +32,7 @@ from elastic_train.errors import (
 from elastic_train.observe.reporting import Reporter
 from elastic_train.protocol.probes import Probe, probe
 from elastic_train.rules import Activity, Failure
-from elastic_train.runlog.event_types import LEFT_OUT, Done, NoticeChanged, Outcome, StoppedBySignal, Warned
+from elastic_train.runlog.event_types import LEFT_OUT, Done, NoticeChanged, RunOutcome, StoppedBySignal, Warned
 from elastic_train.runlog.goodput import Phase
 from elastic_train.stopping import StopSignal
 from elastic_train.training.collectives import GROUP_TIMEOUT, barrier
@@ -59,7 +59,7 @@ class Exits:
         self._worker, self._membership, self._files = worker, membership, files
         self._saver, self._trainer = saver, trainer
 
-    def finish(self, world: World, outcome: Outcome, *, is_saved: bool) -> int:
+    def finish(self, world: World, outcome: RunOutcome, *, is_saved: bool) -> int:
         """Finish: write the last snapshot and result.json, and release the waiting agents. Every rank calls this."""
         worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
         state.clock.enter(Phase.FORM)

@@ -98,7 +98,8 @@ class Status:
     best: Line | None = None
     """`step` and `metric` of the best model so far, of result.json or the newest event that says it"""
     snapshot: NewestSnapshot | None = None
-    bucket: str | None = None  # the URL below which snapshots are
+    bucket: str | None = None
+    """URL of --snapshot-dir; None for a folder"""
     incidents: tuple[Line, ...] = ()
     """oldest first, as result.json has them"""
     warnings: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 LEFT_OUT: Any = object()
 """the value of a field that the line does not have; None is written as null"""
 Cause = Literal["start", "join", "leave", "peer_lost", "states_differ"]
-Outcome = Literal["finished", "already_finished", "stopped", "failed"]
+RunOutcome = Literal["finished", "already_finished", "stopped", "failed"]
 Source = Literal["scratch", "snapshot", "peer"]
 JsonObject = dict[str, Any]
 
@@ -203,7 +203,7 @@ class Warned(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done(Event):
     name: ClassVar[str] = "done"
-    outcome: Outcome
+    outcome: RunOutcome
     error: str = LEFT_OUT
     unsaved: bool = LEFT_OUT
     """the last state, which this worker was to save"""
