@@ -72,7 +72,6 @@ class Status:
     last_line_time: float | None = None
     """Unix seconds of the newest event"""
     error: str | None = None
-    """why the run failed"""
     generation: int | None = None
     world_size: int | None = None
     members: tuple[str, ...] = ()
