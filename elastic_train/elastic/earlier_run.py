@@ -31,12 +31,11 @@ from elastic_train.errors import FormationFailed, ObjectStoreError, SnapshotsInU
 from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.rendezvous.launch import max_nodes_of
 from elastic_train.runlog.event_types import LEFT_OUT, Started
-from elastic_train.runlog.goodput import process_start_ticks, seconds_since_process_start
+from elastic_train.runlog.goodput import process_identity, seconds_since_process_start
 from elastic_train.storage.bucket_owner import BucketRecord
 from elastic_train.storage.past_snapshots import NOTHING_SEEN, PastSnapshots, read_past_snapshots
 from elastic_train.storage.run_record import RUN_FILE, RunRecord, parted, read_record
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, set_aside
-from elastic_train.system import pid_namespace
 from elastic_train.training import determinism
 from elastic_train.training.collectives import barrier, gather_json
 from elastic_train.training.state import TrainState
@@ -82,8 +81,7 @@ class EarlierRun:
                 gpu=torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else LEFT_OUT,
                 task=worker.task.describe(),
                 max_nodes=max_nodes_of(launch, os.environ),
-                started_ticks=process_start_ticks(),
-                pid_namespace=pid_namespace(),
+                **process_identity(),
                 was=LEFT_OUT if self._back is None else self._back.uid,
                 is_anew=LEFT_OUT if self._fresh_record is None else True,
                 seconds=startup_seconds(worker),

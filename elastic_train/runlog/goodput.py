@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypedDict
 
 from elastic_train.system import pid_namespace, process_stat
 
@@ -194,7 +194,13 @@ def process_start_ticks() -> int | None:
     return int(ticks) if ticks else None
 
 
-def process_identity() -> dict[str, int | str | None]:
-    """The fields `started_ticks` and `pid_namespace` of a file, which with host and pid identify this process among all
-    others; see status_files.py."""
+class ProcessIdentity(TypedDict):
+    """Fields of a file that identify a process among all others, with host and pid; see status_files.py."""
+
+    started_ticks: int | None
+    pid_namespace: str
+
+
+def process_identity() -> ProcessIdentity:
+    """The identity of this process."""
     return {"started_ticks": process_start_ticks(), "pid_namespace": pid_namespace()}
