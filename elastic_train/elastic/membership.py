@@ -289,7 +289,8 @@ class Membership:
         watcher.announce_broken(is_by_vote=is_by_vote)
         watcher.leave()
         self.side.require_no_better()
-        decision = self.survivors.decide(world, has_formed=has_formed, started=started)
+        has_state = self.side.progress() is not None
+        decision = self.survivors.decide(world, has_formed=has_formed, has_state=has_state, started=started)
         if decision is None:
             self._enter(world, {}, None)  # discards what was reported of its end
             return world, Change()

@@ -126,6 +126,8 @@ class Round:
     """uids of members of this world that answer pings, whether they take part or not"""
     ended: frozenset[str] = frozenset()
     """result of `PeerJob.ended_holders`: a claim does not wait for the votes of these members"""
+    has_state: bool = False
+    """whether this member has the run's state, also where no member has settled the world yet"""
     needs_votes: bool = True
     """False if a claim makes up for votes"""
     needs_all: bool = False
@@ -200,8 +202,7 @@ class Ballots:
             if round_.needs_all and not bound.issuperset(ranks):
                 return Denied()
         if not may_go_on(round_.worlds, uids(round_.world, bound)):
-            missing = missing_votes(round_.worlds, uids(round_.world, bound))
-            return Denied(() if bound != set(voters) else missing)
+            return Denied(missing_votes(round_.worlds, uids(round_.world, bound)) if bound == set(voters) else ())
         told = [rank for rank in round_.reachable if rank in bound or rank not in round_.voters]
         self._notify(round_, chosen, bound, told)
         return chosen
@@ -217,7 +218,8 @@ class Ballots:
         if standing is not None:
             return self._follow(round_, standing)
         # Members without a state may not take the job over by a claim alone: if all that had it are dead, votes count.
-        is_enough = self._arbitration.is_enough(self._known.voters) and bool(self._known.holders(round_.dead))
+        has_state = round_.has_state or bool(self._known.holders(round_.dead))
+        is_enough = has_state and self._arbitration.is_enough(self._known.voters)
         if not may_go_on(worlds, side) and not (is_enough and self._arbitration.has_given_way(world.uid)):
             return self._elsewhere.denied(round_, missing_votes(worlds, side))
         collected = self._collect(replace(round_, needs_votes=not is_enough))
@@ -242,9 +244,7 @@ class Ballots:
             raise ArbiterSilent("the job has no name yet")
         branch = id_on(Branch.from_json(self._facts.get(BRANCH)))
         line = f"{job}.{branch}" if branch else job  # both sides of a split count on from the same generation
-        claim = None
-        if decision is not None:
-            claim = Claim(world.uid, decision, self._known.voters[0].world)
+        claim = None if decision is None else Claim(world.uid, decision, self._known.voters[0].world)
         return self._arbitration.claim(line, world.generation, claim, self._known.voters)
 
     def _follow(self, round_: Round, standing: Claim) -> str | Denied | None:
@@ -281,7 +281,7 @@ class Ballots:
         # Enough of the voters must be in the new world: a vote does not hand over the state.
         if chosen is proposal and round_.needs_votes and not may_go_on(worlds, members):
             return self._elsewhere.denied(round_, missing_votes(worlds, members))
-        holders = self._known.holders(round_.dead)
+        holders = set() if round_.has_state else self._known.holders(round_.dead)
         if chosen is proposal and holders and not holders & members:  # they released their votes, but have the state
             return self._elsewhere.denied(round_, sorted(holders))
         return ballot, list(promises), chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from elastic_train.branches import BRANCH, MOST_OTHERS, POSITION, Branch
+from elastic_train.branches import BRANCH, MOST_OTHERS, Branch
 from elastic_train.protocol.agreement import Decision, Denied
 from elastic_train.protocol.arbiter import Arbitration, silent_members
 from elastic_train.protocol.ballots import Ballots, Register, Round, Vote, newest, uids
@@ -83,9 +83,8 @@ class BranchOff:
         if not members or len({member.node for member in members}) < max(member.min_nodes for member in members):
             return None  # the branch would not train
         gone = denied.dead | set(decision.dead)
-        # In a world that is not settled yet its members may have the state as well: this member's position shows it.
-        has_state = self._known.has_state and self._known.holders(gone)
-        if not has_state and denied.clients.own.get(POSITION) is None:
+        # In a world that is not settled yet its members may have the state as well.
+        if not denied.has_state and not (self._known.has_state and self._known.holders(gone)):
             return None
         without = [one.without(gone) for one in worlds]
         return self._ballots.decide_by_votes(

@@ -124,8 +124,7 @@ class PeerJob:
         clock: monotonic seconds.
         arbiter: returns the place where members may claim decisions; `find_place` of arbiter.Arbitration.
         goes_on: whether a side without enough votes goes on as a branch (branches.py) where it cannot claim.
-        in_background: runs a task on a thread of its own, where there are threads: connections are made ahead, so that
-            a recovery need not wait for them.
+        in_background: runs a task, on another thread if there are threads: it connects ahead of a recovery.
         probe_all, knows: as Entrance's.
     """
 
@@ -290,7 +289,7 @@ class PeerJob:
 
     def decide(
         self, world: World, proposal: str, reachable: Sequence[int], *, dead: frozenset[str] = frozenset(),
-        ended: frozenset[str] = frozenset(), answering: frozenset[str] = frozenset(),
+        ended: frozenset[str] = frozenset(), answering: frozenset[str] = frozenset(), has_state: bool = False,
     ) -> str | Denied:  # fmt: skip
         """Make the proposal, or an earlier accepted one, the successor of `world`.
 
@@ -298,10 +297,11 @@ class PeerJob:
             reachable: ranks that may be asked, this member's first.
             dead: uids of members of `world` that are proven dead in time or have left.
             ended: the result of `ended_holders`.
-            answering: uids of members of `world` that answer pings, whether they take part or not.
+            answering: uids of members that answer pings, whether they take part or not.
+            has_state: whether this member has the run's state.
         """
         voters = self._known.voters_without(dead)
-        return self._decide(Round(self._clients, world, voters, proposal, reachable, dead, answering, ended))
+        return self._decide(Round(self._clients, world, voters, proposal, reachable, dead, answering, ended, has_state))
 
     def release(self, world: World, decision: Decision) -> None:
         """As `Ballots.release`."""

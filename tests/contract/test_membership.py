@@ -75,6 +75,7 @@ def agreement(
         newcomers=lambda: newcomers,
         facts={"token": "t"},
         draw_uid=form.draw_uid,
+        has_state=False,
         reach=reach,
         is_early=is_early,
     )

@@ -46,6 +46,14 @@ def only_holder_dies(hosts: int, delay: float) -> Plan:
     return replace(quiet, faults=((at, "kill", 0),), recovers_at=None, seconds=at + 5.0)
 
 
+def holder_falls_silent(hosts: int, later: float, lease: float | None = None) -> Plan:
+    """All share a directory, or use etcd. One has trained alone, others are admitted, and it freezes a moment later."""
+    quiet = replace(plan(hosts, recovers_at=6.0, founders=1, min_nodes=1), lease=lease)
+    quiet = quiet if lease else replace(quiet, directories=(0,) * hosts)
+    at = when(quiet, "enters generation 1") + later
+    return replace(quiet, faults=((at, "freeze", 0),), recovers_at=None, seconds=at + 3 * TIMEOUT + 2.5)
+
+
 def expelled_behind_its_back(at: float = 1.0) -> Plan:
     """3: a stuck trainer is voted out while its watcher answers; the others commit and are killed; it wakes."""
     stuck = plan(3, (at, "stick", 2), recovers_at=30.0)

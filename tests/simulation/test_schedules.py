@@ -55,6 +55,18 @@ def test_2_they_wait_where_somebody_is_silent_who_may_have_got_the_state() -> No
     assert [worker.activity for worker in simulation.workers[2:]] == ["agrees"] * 2
 
 
+@FORMS
+@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize("delay", [0.2, 0.35, 0.4, 0.45, 0.6, 0.9])
+def test_2_newcomers_claim_without_the_silent_holder_once_they_have_the_state(
+    hosts: int, delay: float, lease: float | None
+) -> None:
+    """That is from the first step on, which they have committed together; no member knows yet that all have done so."""
+    newcomers = run(directed.holder_falls_silent(hosts, delay, lease)).workers[1:]
+    have_state = delay > 0.6 or newcomers[0].last_step > 0
+    assert {worker.activity for worker in newcomers} == {"trains" if have_state else "agrees"}
+
+
 @pytest.mark.parametrize("at", [1.0, 1.33, 1.39, 1.45])
 def test_3_expelled_behind_its_back(at: float) -> None:
     run(directed.expelled_behind_its_back(at))
