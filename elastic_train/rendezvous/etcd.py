@@ -5,7 +5,7 @@
 | its generated code does not load under protobuf 4 or newer | the messages are made from the descriptors it carries   |
 | one endpoint, no failover                                  | one client an endpoint; a failed call goes to the next  |
 | calls block for ever                                       | a deadline for every attempt and for the whole          |
-| the watch thread spins, and is not restored                | not used; `Watch` is a stream of our own                |
+| the watch thread spins, and is not restored                | not used; who waits for a change lists the keys again   |
 | credentials are refused without TLS                        | the token travels as metadata alone                     |
 | a token is fetched once and expires                        | a client whose token is refused is made anew            |
 | certificate and key without a CA: plaintext                | refused (etcd_settings.py)                              |
@@ -56,8 +56,6 @@ class TransactionResult:
     """The outcome of a transaction."""
 
     succeeded: bool
-    revision: int
-    """of the store, right after the transaction"""
     entries: list[list[Entry]]
     """results of each `get` operation in the executed branch"""
 
@@ -111,7 +109,6 @@ class Etcd:
             self.connections.has_written = True
         return TransactionResult(
             succeeded=response.succeeded,
-            revision=response.header.revision,
             entries=[
                 [entry_of(entry) for entry in part.response_range.kvs]
                 for part in response.responses

@@ -1,5 +1,5 @@
-"""The etcd3 client, loaded although its generated code is older than protobuf's runtime; one channel per etcd endpoint;
-and the changes of keys, as one stream from one endpoint."""
+"""The etcd3 client, loaded although its generated code is older than protobuf's runtime; one channel per etcd
+endpoint."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ import functools
 import importlib
 import importlib.util
 import os
-import queue
 import random
 import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import StoreUnreachable, UsageError, first_line
-from elastic_train.rendezvous.etcd_errors import Compacted, TokenRefused, Transient, judge
+from elastic_train.rendezvous.etcd_errors import Transient
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 
 ATTEMPT_SECONDS = 2.0
@@ -203,66 +201,6 @@ class Entry:
     version: int
     """1 at its creation, one more with each change"""
     lease: int
-
-
-class Watch:
-    """The changes of all keys with a prefix from a revision on, as one stream from one endpoint.
-
-    Iteration raises Transient when the stream breaks or its member loses the leader, and Compacted when the revision
-    is gone; the reader then makes a new Watch. `cancel` ends it from another thread.
-    """
-
-    def __init__(self, connections: Connections, prefix: str, revision: int) -> None:
-        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        rpc = connections.etcd3.etcdrpc
-        create = rpc.WatchCreateRequest(key=prefix.encode(), range_end=end_of(prefix), start_revision=revision)
-        self._requests.put(rpc.WatchRequest(create_request=create))
-        self._connections = connections
-        self._is_delete = rpc._event_delete
-        self._call: Any = None
-        self._index = connections.present
-        self._is_cancelled = False
-
-    def __iter__(self) -> Iterator[list[tuple[Entry, bool]]]:
-        """Yield the changes of one or several revisions: (entry, whether it was deleted)."""
-        import grpc
-
-        client = None
-        try:
-            self._index, client = self._connections.client()
-            stub = self._connections.etcd3.etcdrpc.WatchStub(client.channel)
-            # Without this header a member that is cut off from the cluster keeps the stream open, in silence.
-            metadata = (*(client.metadata or ()), ("hasleader", "true"))
-            self._connections.num_requests += 1
-            self._call = stub.Watch(iter(self._requests.get, None), metadata=metadata)
-            if self._is_cancelled:
-                self._call.cancel()
-            for response in self._call:
-                self._connections.num_bytes += response.ByteSize()
-                if response.canceled:
-                    if response.compact_revision:
-                        raise Compacted("the changes since then are compacted")
-                    raise Transient("the watch was cancelled by etcd")
-                if response.events:
-                    yield [(entry_of(event.kv), event.type == self._is_delete) for event in response.events]
-        except grpc.RpcError as error:
-            judged = judge(error, has_answered=self._connections.has_answered)
-            if isinstance(judged, TokenRefused) and client is not None:
-                self._connections.drop(self._index, client)
-            elif isinstance(judged, Transient):
-                self._connections.rotate(self._index)
-            raise judged from error
-        except ValueError as error:  # a closed channel, as in Etcd._attempt
-            raise Transient(str(error)) from error
-        finally:
-            self._requests.put(None)  # ends gRPC's thread, which waits for requests
-        raise Transient("the watch ended")
-
-    def cancel(self) -> None:
-        """End the iteration; any thread may call it."""
-        self._is_cancelled = True
-        if self._call is not None:
-            self._call.cancel()
 
 
 def entry_of(kv: Any) -> Entry:

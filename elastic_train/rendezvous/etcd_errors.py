@@ -27,10 +27,6 @@ class LeaseExists(Exception):
     """The lease to grant exists already."""
 
 
-class Compacted(Exception):
-    """etcd has discarded a past revision."""
-
-
 class Transient(Exception):
     """An attempt failed; another one may succeed."""
 
@@ -103,8 +99,6 @@ def judge(error: Any, *, has_answered: bool = False, has_written: bool = False) 
         return LeaseLost(text)
     if code == codes.FAILED_PRECONDITION and "lease already exists" in text:
         return LeaseExists(text)
-    if code == codes.OUT_OF_RANGE:
-        return Compacted(text)
     if code == codes.RESOURCE_EXHAUSTED and "received message larger than max" in text:
         return StoreRefused(text, TOO_LARGE)  # gRPC's own limit, half a MiB above etcd's
     if code == codes.RESOURCE_EXHAUSTED and "too many requests" not in text:

@@ -12,6 +12,7 @@ A round ends when one of its nodes waits for the next round, a newcomer waits an
 Every agent sees that in `num_nodes_waiting` and restarts its workers, as under c10d, at no cost in --max-restarts.
 Once an agent of the round has finished, a newcomer waits until all of them have.
 A node that leaves does not close the job. Nothing is ever unpickled.
+Every agent lists the job's keys once a second, and more often while it waits for a round.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import itemgetter
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous.api import (
@@ -40,10 +42,10 @@ from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable, first_
 from elastic_train.protocol.addresses import address_towards, split_endpoint
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.rendezvous.etcd import Etcd
-from elastic_train.rendezvous.etcd_connections import Connections
+from elastic_train.rendezvous.etcd_connections import Connections, Entry
 from elastic_train.rendezvous.etcd_job import NodeLease, delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
-from elastic_train.rendezvous.etcd_store import EtcdStore, Mirror
+from elastic_train.rendezvous.etcd_store import EtcdStore, text_of
 
 SETTLE_SECONDS = 1.0
 """how long rounds after the first wait for more nodes; the first waits for the last call"""
@@ -152,9 +154,11 @@ class AgentsHandler(RendezvousHandler):
             self._job = open_job(etcd, settings, parameters.run_id)
         except (StoreUnreachable, StoreRefused) as error:
             raise RendezvousConnectionError(str(error)) from error
-        prefix = self._prefix = self._job.prefix
-        self._mirror = Mirror(etcd, f"{prefix}/")
-        self._store = EtcdStore(etcd, lease=self._job.lease, guard=self._job.guard, mirror=self._mirror)
+        self._prefix = self._job.prefix
+        self._store = EtcdStore(etcd, lease=self._job.lease, guard=self._job.guard)
+        self._listing: tuple[int, dict[str, Entry]] = -1, {}
+        """the newest listing of the job's keys: its revision, and the entries in the order of their creation"""
+        self._listing_lock = threading.Lock()
         self._address = parameters.local_addr or address_towards([*map(split_endpoint, settings.endpoints)], print)
         self._node = f"{self._address}-{uuid.uuid4().hex[:12]}"
         self._lease = NodeLease(self._store, self._job, self._node, self._address, seconds.lease)
@@ -202,7 +206,7 @@ class AgentsHandler(RendezvousHandler):
             raise RendezvousConnectionError(f"etcd has not answered for {silence:.0f} s")
         if self._newest_round()[0] > self._round:
             return 1  # the other nodes have gone on without this one: they took it for dead
-        decided = self._mirror.get(f"{self._prefix}/rounds/{self._round}")
+        decided = self._listing[1].get(f"{self._prefix}/rounds/{self._round}")
         # A node that waited for this very round may not have deleted that key yet.
         again = self._names("waiting", since=decided.create_revision if decided is not None else 0)
         counting = {*again}.intersection(self._members) | self._welcome.difference(self._members)
@@ -245,9 +249,8 @@ class AgentsHandler(RendezvousHandler):
             deadline = time.monotonic() + FAREWELL_SECONDS
             others = {*self._members} - {self._node} if self._server is not None else set()
             while others and time.monotonic() < deadline and others.intersection(self._names("nodes")):
-                self._mirror.wait_for_change()
+                self._look_again(store)
             delete_job(store.etcd, self._job, unless_below=(f"{self._prefix}/nodes/", f"{self._prefix}/waiting/"))
-        self._mirror.close()
         self._connections.close()
         return True
 
@@ -261,6 +264,7 @@ class AgentsHandler(RendezvousHandler):
         self._lease.put(mine, self._address)
         enough_since: float | None = None
         while True:
+            self._look_again(store)
             number, members = self._newest_round()
             if number > before and self._node in members:
                 return members, number
@@ -289,7 +293,6 @@ class AgentsHandler(RendezvousHandler):
                 continue
             if self._node not in self._names("waiting"):  # this node's lease had run out
                 self._lease.put(mine, self._address)
-            self._mirror.wait_for_change()
 
     def _enter_round(self, members: tuple[str, ...], number: int, deadline: float) -> RendezvousInfo | None:
         """Connect to the store of the round's rank 0; return None if a member is gone: then another round follows."""
@@ -303,16 +306,14 @@ class AgentsHandler(RendezvousHandler):
             host, port = self._server.address
             store.put(key, json.dumps([host, port]))
             if number > 0:
-                store.etcd.delete(f"{self._prefix}/masters/{number - 1}")
-        while True:
-            text = store.get(key)
-            if text is not None:
-                break
+                for what in ("rounds", "masters"):  # they would make each listing longer
+                    store.etcd.delete(f"{self._prefix}/{what}/{number - 1}")
+        while (text := text_of(self._listing[1].get(key))) is None:
             if members[0] not in self._names("nodes") or self._newest_round()[0] > number:
                 return None
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"the agent of rank 0 of round {number} has not come to it")
-            self._mirror.wait_for_change()
+            self._look_again(store)
         if not self._has_everybody_entered(members, number, deadline):
             return None
         host, port = json.loads(text)
@@ -336,6 +337,7 @@ class AgentsHandler(RendezvousHandler):
         A dead agent's keys below `waiting/` and `nodes/` vanish at one moment, so one in neither has not entered.
         """
         while True:
+            self._look_again(self._store)
             waiting, alive = self._names("waiting"), self._names("nodes")
             if any(node not in alive for node in members) or self._newest_round()[0] > number:
                 return False
@@ -343,27 +345,40 @@ class AgentsHandler(RendezvousHandler):
                 return True
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"not every node of round {number} has come to it")
-            self._mirror.wait_for_change()
+
+    def _look(self, store: EtcdStore) -> None:
+        """List the keys of the job. Of two listings at once the newer one counts. Raises: StoreUnreachable."""
+        entries, revision = store.etcd.below(f"{self._prefix}/")
+        entries.sort(key=lambda entry: entry.create_revision)
+        with self._listing_lock:
+            self._listing = max(self._listing, (revision, {entry.key: entry for entry in entries}), key=itemgetter(0))
+
+    def _look_again(self, store: EtcdStore) -> None:
+        """Pause and list the keys: with many nodes less often, so that etcd is asked 1,000 times a second at most."""
+        time.sleep(max(0.1, len(self._names("nodes")) / 1000))
+        self._look(store)
 
     def _newest_round(self) -> tuple[int, tuple[str, ...]]:
-        rounds = self._mirror.below(f"{self._prefix}/rounds/")
-        if not rounds:
-            return -1, ()
-        number = max(int(key.rpartition("/")[2]) for key in rounds)
-        return number, tuple(json.loads(rounds[f"{self._prefix}/rounds/{number}"]))
+        _, entries = self._listing
+        prefix = f"{self._prefix}/rounds/"
+        number = max((int(key.removeprefix(prefix)) for key in entries if key.startswith(prefix)), default=-1)
+        return number, tuple(json.loads(text_of(entries.get(f"{prefix}{number}")) or "[]"))
 
     def _names(self, what: str, since: int = 0) -> list[str]:
-        """Return the nodes below `nodes/` or `waiting/` that came after `since`, in the order of their arrival."""
-        found = self._mirror.below(f"{self._prefix}/{what}/", by_age=True, since=since)
-        return [key.rpartition("/")[2] for key in found]
+        """Return the keys below `nodes/` or `waiting/` that changed after `since`, oldest first."""
+        prefix, (_, entries) = f"{self._prefix}/{what}/", self._listing
+        of_it = (one for one in entries.values() if one.key.startswith(prefix) and one.mod_revision > since)
+        return [one.key.removeprefix(prefix) for one in of_it]
 
     # --- the keeper's thread ------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
+        turn = self._lease.seconds_between
+        store = self._store.with_timeouts(turn, min(2.0, turn), lambda _why: None)
         while not self._is_ending.wait(min(1.0, self._seconds.lease / 3)):
             try:
                 self._lease.keep()
-                self._mirror.wait_for_known()
+                self._look(store)
                 self._arrive_for_the_dead()
                 self._welcome_newcomers()
             except StoreUnreachable:

@@ -184,7 +184,7 @@ class NodeLease:
                 if self._is_ended:
                     raise LeftOut("this worker has left the job")
                 lease = store.etcd.grant(self._seconds)
-            # Every time, though the key exists: the change that comes back shows that the mirror's stream is alive.
+            # Every time, though the key exists: the write also checks the guard.
             store.under(lease).put(self.key, self._address)
             self.lease = lease  # not earlier: a lease without the key would be refreshed for ever
         self.silence.restart()

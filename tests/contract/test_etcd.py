@@ -23,7 +23,7 @@ from elastic_train.rendezvous.etcd_errors import LeaseLost
 from elastic_train.rendezvous.etcd_handler import AgentSeconds, AgentsHandler, exit_barrier_keys
 from elastic_train.rendezvous.etcd_job import delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
-from elastic_train.rendezvous.etcd_store import EtcdStore, Guard, Mirror
+from elastic_train.rendezvous.etcd_store import EtcdStore, Guard
 from elastic_train.tools.drills.nodes import wait_until
 from tests.etcd_cluster import OwnEtcd, etcd_running, frozen
 from tests.processes import freeze
@@ -220,80 +220,6 @@ handler.shutdown()
 """
     settings = replace(trio.settings(), min_nodes=1, max_nodes=1, last_call=0.0, grace=6.0)
     assert frozen_while_it_waits(code, settings.to_json(), 8.0) == ["goes on"]
-
-
-def test_a_mirror_goes_on_at_another_member(trio: OwnEtcd, etcd: Etcd) -> None:
-    """The client's own watch would be lost with its member, and its thread would spin."""
-    at_endpoint_of(etcd, trio, 0)
-    mirror = Mirror(etcd, "mirrored/")
-    store, direct = EtcdStore(etcd, mirror=mirror), EtcdStore(etcd)
-    store.put("mirrored/a", "1")
-    assert store.get("mirrored/a") == "1"
-    trio.members[0].kill()
-    try:
-        direct.put("mirrored/a", "2")
-        wait_until(lambda: store.get("mirrored/a") == "2", "change in the mirror", PATIENCE)
-        store.put("mirrored/b", "3")
-        assert store.get_many(["mirrored/a", "mirrored/b"]) == ["2", "3"]
-    finally:
-        trio.members[0].start()
-        mirror.close()
-
-
-def test_a_mirror_at_a_frozen_member_is_never_believed(trio: OwnEtcd, etcd: Etcd) -> None:
-    at_endpoint_of(etcd, trio, 0)
-    mirror = Mirror(etcd, "believed/")
-    store = EtcdStore(etcd, mirror=mirror).with_timeouts(PATIENCE, 1.0, lambda _why: None)
-    store.put("believed/a", "1")
-    with frozen(trio.members[0]):
-        store.put("believed/a", "2")
-        assert store.get("believed/a") == "2", "what this process has written, it reads"
-    mirror.close()
-
-
-def test_a_mirror_forgets_what_is_deleted_or_has_run_out(trio: OwnEtcd, etcd: Etcd) -> None:
-    mirror = Mirror(etcd, "gone/")
-    store, lease = EtcdStore(etcd, mirror=mirror), etcd.grant(60)
-    store.put("gone/a", "1")
-    store.under(lease).put("gone/b", "2")
-    assert store.get_many(["gone/a", "gone/b"]) == ["1", "2"]
-    etcd.revoke(lease)
-    etcd.delete("gone/a")
-    wait_until(lambda: not mirror.below("gone/"), "empty mirror", PATIENCE)
-    mirror.close()
-
-
-def test_a_mirror_survives_compaction(trio: OwnEtcd, etcd: Etcd) -> None:
-    mirror = Mirror(etcd, "compacted/")
-    store = EtcdStore(etcd, mirror=mirror)
-    for turn in range(5):
-        store.put("compacted/a", str(turn))
-    revision = etcd.below("compacted/")[1]
-    trio.ctl("compact", str(revision))
-    mirror.reconnect()
-    store.put("compacted/a", "last")
-    assert store.get("compacted/a") == "last"
-    mirror.close()
-
-
-def test_what_was_seen_past_a_lagging_mirror_is_not_forgotten(
-    trio: OwnEtcd, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A key that was read from etcd itself may tell of others: no later read may lack those."""
-    mirror = Mirror(etcd, "seen/")
-    store, other = EtcdStore(etcd, mirror=mirror), EtcdStore(etcd)
-    assert store.get("seen/list") is None
-    with monkeypatch.context() as lagging:
-        lagging.setattr(mirror, "wait_for_known", lambda: False)
-        lagging.setattr(mirror, "reconnect", lambda: None)
-        other.put("seen/member", "here")
-        other.put("seen/list", "member")
-        assert store.get("seen/list") == "member"
-    entry = etcd.get("seen/list")
-    assert entry is not None
-    assert mirror._known >= entry.mod_revision
-    assert store.get("seen/member") == "here"
-    mirror.close()
 
 
 # --- writes without an answer -----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections, import_etcd3
 from elastic_train.rendezvous.etcd_job import delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
-from elastic_train.rendezvous.etcd_store import EtcdStore, Mirror
+from elastic_train.rendezvous.etcd_store import EtcdStore
 from elastic_train.tools.drills.nodes import is_listening, wait_until
 from tests.certificates import make_tls
 from tests.contract.test_etcd import PATIENCE, connect
@@ -53,11 +53,9 @@ def test_mutual_tls_with_a_user_and_a_prefix(secure: tuple[OwnEtcd, Path]) -> No
     settings = secure_settings(cluster, password)
     etcd = connect(settings)
     job = open_job(etcd, settings, "run")
-    mirror = Mirror(etcd, f"{job.prefix}/")
-    store = EtcdStore(etcd, lease=job.lease, guard=job.guard, mirror=mirror)
+    store = EtcdStore(etcd, lease=job.lease, guard=job.guard)
     store.put(f"{job.prefix}/key", "value")
     assert store.get(f"{job.prefix}/key") == "value"
-    mirror.close()
     delete_job(etcd, job)
 
 

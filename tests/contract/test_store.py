@@ -22,7 +22,7 @@ from elastic_train.protocol.signposts import reach
 from elastic_train.protocol.store import KeyValueStore, MemoryStore, SharedStore, TorchStore
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections
-from elastic_train.rendezvous.etcd_store import EtcdStore, Mirror
+from elastic_train.rendezvous.etcd_store import EtcdStore
 from tests.etcd_cluster import etcd_running
 from tests.processes import freeze
 
@@ -65,17 +65,12 @@ def served(request: pytest.FixtureRequest) -> KeyValueStore:
     return SERVED[request.param](request)
 
 
-@pytest.fixture(params=[*SERVED, "etcd", "mirrored-etcd"])
+@pytest.fixture(params=[*SERVED, "etcd"])
 def store(request: pytest.FixtureRequest) -> Iterator[SharedStore]:
     if request.param in SERVED:
         yield SERVED[request.param](request)
-    elif request.param == "etcd":
-        yield EtcdStore(request.getfixturevalue("etcd"))
     else:
-        etcd = request.getfixturevalue("etcd")
-        mirror = Mirror(etcd, request.getfixturevalue("key"))
-        yield EtcdStore(etcd, mirror=mirror)
-        mirror.close()
+        yield EtcdStore(request.getfixturevalue("etcd"))
 
 
 @pytest.fixture
@@ -133,7 +128,6 @@ class TestSharedStore:
         assert store.create(key, "new") == "new"
 
     def test_what_was_deleted_is_gone_at_once(self, store: SharedStore, key: str) -> None:
-        """A mirror hears of it a moment later."""
         for number in range(100):
             store.put(f"{key}/{number}", "value")
             store.delete(f"{key}/{number}")
