@@ -43,15 +43,6 @@ MAX_OPERATIONS = 100
 
 
 @dataclass(frozen=True)
-class Transaction:
-    """Comparisons, and operations for either outcome, as etcd's own messages (`Etcd.is_at`, `put_request`, ...)."""
-
-    compare: Sequence[Any]
-    success: Sequence[Any]
-    failure: Sequence[Any] = ()
-
-
-@dataclass(frozen=True)
 class TransactionResult:
     """The outcome of a transaction."""
 
@@ -89,7 +80,7 @@ class Etcd:
         found: list[Entry | None] = []
         for start in range(0, len(keys), MAX_OPERATIONS):
             part = keys[start : start + MAX_OPERATIONS]
-            outcome = self.transact(Transaction((), [self.get_request(key) for key in part]))
+            outcome = self.transact((), [self.get_request(key) for key in part])
             found += [entries[0] if entries else None for entries in outcome.entries]
         return found
 
@@ -99,13 +90,14 @@ class Etcd:
         response = self._call(lambda client: client.kvstub.Range, request)
         return [entry_of(entry) for entry in response.kvs], response.header.revision
 
-    def transact(self, transaction: Transaction) -> TransactionResult:
-        """Execute a transaction. Raises: LeaseLost: a put names a lease that is gone."""
-        request = self._rpc.TxnRequest(
-            compare=transaction.compare, success=transaction.success, failure=transaction.failure
-        )
+    def transact(
+        self, compare: Sequence[Any], success: Sequence[Any], failure: Sequence[Any] = ()
+    ) -> TransactionResult:
+        """Execute a transaction: comparisons, and operations for either outcome, as etcd's own messages (`is_at`,
+        `put_request`, ...). Raises: LeaseLost: a put names a lease that is gone."""
+        request = self._rpc.TxnRequest(compare=compare, success=success, failure=failure)
         response = self._call(lambda client: client.kvstub.Txn, request)
-        if any(part.WhichOneof("request") == "request_put" for part in transaction.success):
+        if any(part.WhichOneof("request") == "request_put" for part in success):
             self.connections.has_written = True
         return TransactionResult(
             succeeded=response.succeeded,

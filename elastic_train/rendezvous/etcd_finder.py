@@ -24,7 +24,7 @@ from elastic_train.protocol.arbiter import Arbiter, Claims
 from elastic_train.protocol.finder import Finder
 from elastic_train.protocol.probes import Probe, probe_all
 from elastic_train.protocol.store import stores_in
-from elastic_train.rendezvous.etcd import Etcd, Transaction
+from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_arbiter import arbiter_in
 from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS, Connections, Entry
 from elastic_train.rendezvous.etcd_errors import LeaseLost
@@ -284,7 +284,7 @@ class EtcdFinder(Finder):
         ]
         value = stamp() + self._text([self._address], "").encode()
         changes = [etcd.delete_request(sign_key), etcd.put_request(begin_key, value, own.lease)]
-        has_begun = etcd.transact(Transaction(conditions, changes)).succeeded
+        has_begun = etcd.transact(conditions, changes).succeeded
         if has_begun and theirs:
             self._log(f"every worker of an earlier start of run id {self._run_id!r} is gone: a new start begins")
         return has_begun

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from elastic_train.errors import LeftOut, StoreUnreachable
 from elastic_train.protocol.heartbeat import LONGEST_PAUSE, AwakeTime
 from elastic_train.protocol.probes import Probe
-from elastic_train.rendezvous.etcd import Etcd, Transaction
+from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Entry
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
-from elastic_train.rendezvous.etcd_store import EtcdStore, Guard, text_of
+from elastic_train.rendezvous.etcd_store import EtcdStore, text_of
 from elastic_train.world import Address
 
 MIN_LEASE_SECONDS = 60.0
@@ -43,7 +43,8 @@ class JobEntry:
     """of all its keys"""
     lease: int
     lease_seconds: float
-    guard: Guard
+    guard: Entry
+    """that names it"""
 
     def keep(self, etcd: Etcd) -> None:
         """Start the lease's time anew.
@@ -71,9 +72,8 @@ def open_job(etcd: Etcd, settings: EtcdSettings, run_id: str, lease_seconds: flo
             token = secrets.token_hex(6)
             etcd.grant(lease_seconds, lease)
             value = NO_STAMP + json.dumps([token, lease, lease_seconds]).encode()
-            etcd.transact(
-                Transaction([etcd.is_at(key, 0)], [etcd.put_request(key, value, lease)], [])
-            )  # the next read shows whether this entry or another worker's was written
+            etcd.transact([etcd.is_at(key, 0)], [etcd.put_request(key, value, lease)])
+            # This read shows whether this entry or another worker's was written.
             entry = etcd.get(key)
             if entry is None or entry.value != value:
                 etcd.revoke(lease)
@@ -96,7 +96,7 @@ def read_job(entry: Entry, settings: EtcdSettings, run_id: str) -> JobEntry:
         prefix=f"{settings.prefix}/{run_id}/{token}",
         lease=int(lease),
         lease_seconds=float(lease_seconds),
-        guard=Guard(entry.key, entry.create_revision),
+        guard=entry,
     )
 
 
@@ -108,9 +108,8 @@ def delete_job(etcd: Etcd, job: JobEntry, unless_below: Sequence[str] = ()) -> N
     """
     guard = job.guard
     conditions = [etcd.is_created_at(guard.key, guard.create_revision), *map(etcd.is_empty, unless_below)]
-    outcome = etcd.transact(
-        Transaction(conditions, [etcd.delete_request(guard.key), etcd.delete_request(f"{job.prefix}/", is_prefix=True)])
-    )
+    keys = [etcd.delete_request(guard.key), etcd.delete_request(f"{job.prefix}/", is_prefix=True)]
+    outcome = etcd.transact(conditions, keys)
     if outcome.succeeded or not unless_below:
         etcd.revoke(job.lease)
 
@@ -141,7 +140,7 @@ def leave_job(
         found = probe_all([(host, port) for host, port in places])
         gone = [other.key for other, answer in zip(looked_at, found, strict=True) if answer is Probe.REFUSED]
         if gone:
-            etcd.transact(Transaction((), [etcd.delete_request(key) for key in gone]))
+            etcd.transact((), [etcd.delete_request(key) for key in gone])
         is_anybody_there = len(gone) < len(looked_at)
     delete_job(etcd, job, unless_below=(noted,))
 

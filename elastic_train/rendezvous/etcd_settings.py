@@ -5,12 +5,11 @@ Imports nothing heavy: every agent of an etcd job loads it, and passes the setti
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_train.errors import UsageError, first_line
@@ -92,14 +91,6 @@ class EtcdSettings:
                 f"{PASSWORD_FILE_VARIABLE} or in {PASSWORD_VARIABLE}"
             )
         return environ[PASSWORD_VARIABLE]
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> EtcdSettings:
-        values = json.loads(text)
-        return EtcdSettings(**values | {"endpoints": tuple(values["endpoints"])})
 
     @staticmethod
     def from_torchrun(

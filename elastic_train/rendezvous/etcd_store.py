@@ -14,19 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_train.errors import LeftOut
-from elastic_train.rendezvous.etcd import Etcd, Transaction
+from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Entry
 from elastic_train.rendezvous.etcd_errors import LeaseLost
 
 STAMP_BYTES = 12
-
-
-@dataclass(frozen=True)
-class Guard:
-    """A key that must still be the one that `create_revision` created."""
-
-    key: str
-    create_revision: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +27,7 @@ class EtcdStore:
 
     Args:
         lease: of all keys; 0 for none.
-        guard: condition of every write; None for none.
+        guard: condition of every write: its key must still be the one that was created then; None for none.
 
     Raises, from every call:
         StoreUnreachable: no answer within `etcd.deadline`.
@@ -45,7 +37,7 @@ class EtcdStore:
 
     etcd: Etcd
     lease: int = 0
-    guard: Guard | None = None
+    guard: Entry | None = None
 
     def get(self, key: str) -> str | None:
         return self.get_many([key])[0]
@@ -89,7 +81,7 @@ class EtcdStore:
             compare.append(etcd.is_created_at(guard.key, guard.create_revision))
             failure.append(etcd.get_request(guard.key))
         try:
-            outcome = etcd.transact(Transaction(compare, [etcd.put_request(key, stamped, self.lease)], failure))
+            outcome = etcd.transact(compare, [etcd.put_request(key, stamped, self.lease)], failure)
         except LeaseLost as error:
             raise LeftOut("this worker's job is over, or was taken over: its lease in etcd has run out") from error
         if outcome.succeeded:

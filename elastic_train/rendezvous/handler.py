@@ -33,10 +33,10 @@ from elastic_train.rendezvous.launch import (
     C10D_VARIABLE,
     JOIN_SECONDS,
     LAST_CALL_SECONDS,
-    MIN_NODES_VARIABLE,
     NODE_VARIABLE,
     C10dSettings,
 )
+from elastic_train.world import to_json
 
 MODES = ("workers", "agents")
 LEASE_SECONDS, READ_SECONDS = 10.0, 60.0
@@ -184,8 +184,7 @@ def _workers_handler(
     line = announcement(where, settings)
     if line is not None:
         write_line(line)
-    os.environ[variable] = settings.to_json()
-    os.environ[MIN_NODES_VARIABLE] = str(settings.min_nodes)
+    os.environ[variable] = to_json(settings)
     os.environ[NODE_VARIABLE] = _new_node_id()
     if address is not None:
         os.environ[ADDRESS_VARIABLE] = address

@@ -5,13 +5,11 @@ Agents import this module too, before anything else: nothing heavy at module lev
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 from elastic_train.errors import FormationFailed
 from elastic_train.protocol.addresses import parse_endpoints
@@ -24,9 +22,7 @@ from elastic_train.rendezvous.command_line import (
 )
 from elastic_train.rendezvous.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
 from elastic_train.rendezvous.slurm import torchrun_variables
-
-if TYPE_CHECKING:  # the agent, which imports this module too, needs no world
-    from elastic_train.world import World
+from elastic_train.world import World, from_json
 
 LAST_CALL_SECONDS = 2.0
 """how long a first world below --nnodes' maximum waits for more nodes; the default of last_call_timeout"""
@@ -36,10 +32,9 @@ NAME_LOOKUP_OPTIONS = "timeout:1 attempts:1"
 """RES_OPTIONS (resolv.conf(5)) of agents and workers: a TCPStore looks up the peer's name for every connection, on the
 one thread that serves all clients. A name server that does not answer must not delay a world for the usual 5 s."""
 C10D_VARIABLE = "ELASTIC_TRAIN_C10D"
-MIN_NODES_VARIABLE = "ELASTIC_TRAIN_MIN_NODES"
 NODE_VARIABLE = "ELASTIC_TRAIN_NODE"
 ADDRESS_VARIABLE = "ELASTIC_TRAIN_ADDRESS"
-MARKERS = (C10D_VARIABLE, SETTINGS_VARIABLE, MIN_NODES_VARIABLE, NODE_VARIABLE, ADDRESS_VARIABLE)
+MARKERS = (C10D_VARIABLE, SETTINGS_VARIABLE, NODE_VARIABLE, ADDRESS_VARIABLE)
 """variables that an agent sets for its workers"""
 NO_PLUG_IN = (
     "the torchrun plug-in of elastic_train is missing (pip install it on every node), or did not see that the program "
@@ -61,14 +56,6 @@ class C10dSettings:
     """whether this node hosts the first endpoint; None: decided by the host's name"""
     join_timeout: float = JOIN_SECONDS
     """seconds within which a first world must form, and within which an endpoint must answer"""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> C10dSettings:
-        values = json.loads(text)
-        return C10dSettings(**values | {"endpoints": tuple(values["endpoints"])})
 
 
 @dataclass(frozen=True)
@@ -146,9 +133,10 @@ class Launch:
         environ = {**environ, **of_srun}
         if "RANK" not in environ or "WORLD_SIZE" not in environ:
             return Launch()
-        etcd = environ.get(SETTINGS_VARIABLE)
+        etcd = from_json(EtcdSettings, environ[SETTINGS_VARIABLE]) if SETTINGS_VARIABLE in environ else None
         c10d = c10d_settings(environ, arguments, store_endpoint) if etcd is None else None
-        is_own_node = c10d is not None or etcd is not None
+        settings = c10d or etcd
+        is_own_node = settings is not None
         master = environ.get("MASTER_ADDR", "localhost"), environ.get("MASTER_PORT", "0")
         return Launch(
             rank=int(environ["RANK"]),
@@ -162,11 +150,11 @@ class Launch:
             step=environ.get("SLURM_STEP_ID", "") if of_srun else "",
             agent_pid=agent_pid,
             agent_arguments=arguments,
-            min_nodes=c10d.min_nodes if c10d is not None else int(environ.get(MIN_NODES_VARIABLE, "1")),
+            min_nodes=1 if settings is None else settings.min_nodes,
             master=None if is_own_node else (master[0], int(master[1])),
             is_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             c10d=c10d,
-            etcd=EtcdSettings.from_json(etcd) if etcd is not None else None,
+            etcd=etcd,
             node_id=environ.get(NODE_VARIABLE) or _derived_node_id(environ, agent_pid) if is_own_node else "",
             shutdown_seconds=_shutdown_seconds(arguments, environ),
             local_address=environ.get(ADDRESS_VARIABLE) if is_own_node else None,
@@ -187,7 +175,7 @@ def c10d_settings(
     """
     endpoints = parse_endpoints(store_endpoint, "--store-endpoint") if store_endpoint else None
     if C10D_VARIABLE in environ:
-        settings = C10dSettings.from_json(environ[C10D_VARIABLE])
+        settings = from_json(C10dSettings, environ[C10D_VARIABLE])
         return replace(settings, endpoints=endpoints) if endpoints else settings
     if arguments is None or not asks_for_c10d(arguments, environ):
         return None

@@ -17,14 +17,15 @@ import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
-from elastic_train.rendezvous.etcd import Etcd, Transaction
+from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_errors import LeaseLost
 from elastic_train.rendezvous.etcd_handler import AgentSeconds, AgentsHandler, exit_barrier_keys
 from elastic_train.rendezvous.etcd_job import delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
-from elastic_train.rendezvous.etcd_store import EtcdStore, Guard
+from elastic_train.rendezvous.etcd_store import EtcdStore
 from elastic_train.tools.drills.nodes import wait_until
+from elastic_train.world import to_json
 from tests.etcd_cluster import OwnEtcd, etcd_running, frozen
 from tests.processes import freeze
 
@@ -207,8 +208,9 @@ import sys
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from elastic_train.rendezvous.etcd_handler import AgentSeconds, AgentsHandler
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
+from elastic_train.world import from_json
 
-settings = EtcdSettings.from_json(sys.argv[1])
+settings = from_json(EtcdSettings, sys.argv[1])
 parameters = RendezvousParameters("etcd3", settings.endpoints[0], "asleep", 1, 1, local_addr="127.0.0.1")
 handler = AgentsHandler(parameters, settings, AgentSeconds(lease=2.0, join_timeout=60.0, read_timeout=60.0))
 handler.next_rendezvous()
@@ -219,7 +221,7 @@ print("goes on", flush=True)
 handler.shutdown()
 """
     settings = replace(trio.settings(), min_nodes=1, max_nodes=1, last_call=0.0, grace=6.0)
-    assert frozen_while_it_waits(code, settings.to_json(), 8.0) == ["goes on"]
+    assert frozen_while_it_waits(code, to_json(settings), 8.0) == ["goes on"]
 
 
 # --- writes without an answer -----------------------------------------------------------------------------------------
@@ -280,7 +282,7 @@ def test_a_lost_lease_is_no_silence(etcd: Etcd) -> None:
     etcd.revoke(lease)
     assert not etcd.refresh(lease)
     with pytest.raises(LeaseLost):
-        etcd.transact(Transaction((), [etcd.put_request("leased", b"x", lease)]))
+        etcd.transact((), [etcd.put_request("leased", b"x", lease)])
     with pytest.raises(LeftOut, match="lease"):
         EtcdStore(etcd, lease=lease).put("leased", "x")
 
@@ -289,7 +291,7 @@ def test_nothing_is_written_behind_a_guard_that_is_gone(etcd: Etcd) -> None:
     EtcdStore(etcd).put("guard", "stands")
     entry = etcd.get("guard")
     assert entry is not None
-    store = EtcdStore(etcd, guard=Guard("guard", entry.create_revision))
+    store = EtcdStore(etcd, guard=entry)
     store.put("guarded", "1")
     etcd.delete("guard")
     EtcdStore(etcd).put("guard", "another's")

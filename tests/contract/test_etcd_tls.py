@@ -20,6 +20,7 @@ from elastic_train.rendezvous.etcd_job import delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore
 from elastic_train.tools.drills.nodes import is_listening, wait_until
+from elastic_train.world import to_json
 from tests.certificates import make_tls
 from tests.contract.test_etcd import PATIENCE, connect
 from tests.etcd_cluster import OwnEtcd, etcd_running, fence_in_trainer
@@ -143,8 +144,9 @@ from elastic_train.errors import StoreRefused
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections, import_etcd3
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
+from elastic_train.world import from_json
 try:
-    Etcd(Connections(EtcdSettings.from_json({settings.to_json()!r})), deadline={PATIENCE}).get("/team/x")
+    Etcd(Connections(from_json(EtcdSettings, {to_json(settings)!r})), deadline={PATIENCE}).get("/team/x")
 except StoreRefused as error:
     print(error)
 """

@@ -14,6 +14,7 @@ import pytest
 
 from elastic_train.config import Config, as_json, flag
 from elastic_train.rendezvous.launch import C10D_VARIABLE, C10dSettings
+from elastic_train.world import to_json
 from tests.integration.cluster import (
     PYTHON,
     Cluster,
@@ -126,7 +127,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Nod
 
         def as_worker(port: int) -> dict[str, str]:
             settings = C10dSettings((f"localhost:{port}",), 1, 4, last_call=2.0, join_timeout=3.0)
-            return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", C10D_VARIABLE: settings.to_json()}
+            return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", C10D_VARIABLE: to_json(settings)}
 
         def in_a_fixed_world(port: int) -> dict[str, str]:
             return {

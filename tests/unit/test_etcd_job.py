@@ -14,11 +14,11 @@ from elastic_train.protocol.arbiter import MOVED_SECONDS
 from elastic_train.protocol.probes import Probe
 from elastic_train.rendezvous import etcd_job
 from elastic_train.rendezvous.etcd import Etcd
-from elastic_train.rendezvous.etcd_connections import Connections
+from elastic_train.rendezvous.etcd_connections import Connections, Entry
 from elastic_train.rendezvous.etcd_finder import EtcdFinder
 from elastic_train.rendezvous.etcd_job import JobEntry, NodeLease
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
-from elastic_train.rendezvous.etcd_store import EtcdStore, Guard
+from elastic_train.rendezvous.etcd_store import EtcdStore
 from elastic_train.world import Address
 from tests.simulation.etcd import EtcdServer, Failed
 
@@ -29,7 +29,7 @@ from tests.simulation.etcd import EtcdServer, Failed
 def test_each_looks_at_the_entry_in_time_to_find_another_one(seconds: float, entry: float, between: float) -> None:
     """However long etcd may be away."""
     store: Any = SimpleNamespace()
-    job = JobEntry("prefix", lease=1, lease_seconds=entry, guard=Guard("key", 1))
+    job = JobEntry("prefix", lease=1, lease_seconds=entry, guard=Entry("key", b"", 1, 1, 1, 0))
     assert NodeLease(store, job, "node", "address", seconds).seconds_between == between
     assert etcd_job.MOST_BETWEEN < MOVED_SECONDS / 2
 
@@ -164,7 +164,8 @@ def test_who_leaves_a_lost_entry_leaves_the_next_one_alone() -> None:
     lost = etcd_job.open_job(etcd, near.settings, "run", 86400.0)
     near.server.clear()
     job = etcd_job.open_job(etcd, near.settings, "run", 86400.0)
-    assert (lost.guard, lost.prefix != job.prefix) == (job.guard, True)
+    assert lost.guard.create_revision == job.guard.create_revision
+    assert lost.prefix != job.prefix
     with pytest.raises(LeftOut):
         etcd_job.leave_job(etcd, lost, "worker", lambda _places: [])
     assert etcd.get(job.guard.key) is not None

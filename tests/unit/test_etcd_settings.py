@@ -10,6 +10,7 @@ from elastic_train.errors import UsageError
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_errors import Transient
 from elastic_train.rendezvous.etcd_settings import EtcdSettings, parse_endpoints
+from elastic_train.world import from_json, to_json
 
 
 def settings(
@@ -96,8 +97,8 @@ def test_passwords_come_from_a_file_or_the_environment(files: dict[str, object])
 def test_what_an_agent_tells_its_workers_holds_no_password() -> None:
     environ = {"ELASTIC_TRAIN_ETCD_USER": "u", "ELASTIC_TRAIN_ETCD_PASSWORD": "hunter2"}
     made = settings({"prefix": "/team", "grace": "7.5", "last_call_timeout": "3"}, environ)
-    assert "hunter2" not in made.to_json()
-    assert EtcdSettings.from_json(made.to_json()) == made
+    assert "hunter2" not in to_json(made)
+    assert from_json(EtcdSettings, to_json(made)) == made
     assert (made.prefix, made.grace, made.last_call, made.max_nodes) == ("/team", 7.5, 3.0, 4)
 
 

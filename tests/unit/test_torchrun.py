@@ -53,7 +53,6 @@ from elastic_train.rendezvous.launch import (
     ADDRESS_VARIABLE,
     C10D_VARIABLE,
     MARKERS,
-    MIN_NODES_VARIABLE,
     NODE_VARIABLE,
     C10dSettings,
     Launch,
@@ -61,7 +60,7 @@ from elastic_train.rendezvous.launch import (
     max_nodes_of,
 )
 from elastic_train.system import AGENT_VARIABLE
-from elastic_train.world import World
+from elastic_train.world import World, from_json, to_json
 from tests.unit.test_world import member
 
 COMMANDS = [
@@ -318,8 +317,7 @@ def test_a_rendezvous_of_ones_own_node(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_creator_sets_the_markers_and_a_restart_is_a_new_node() -> None:
     handler = create_c10d_handler(parameters())
-    assert C10dSettings.from_json(os.environ[C10D_VARIABLE]) == C10dSettings(("h:1",), 1, 4, 2.0)
-    assert os.environ[MIN_NODES_VARIABLE] == "1"
+    assert from_json(C10dSettings, os.environ[C10D_VARIABLE]) == C10dSettings(("h:1",), 1, 4, 2.0)
     seen = [os.environ[NODE_VARIABLE]]
     handler.next_rendezvous()
     assert os.environ[NODE_VARIABLE] == seen[0]
@@ -337,7 +335,7 @@ def test_etcd3_gets_the_same_handler(capsys: pytest.CaptureFixture[str]) -> None
     assert isinstance(handler, WorkersHandler)
     assert handler.get_backend() == "etcd3"
     assert handler.next_rendezvous().bootstrap_store_info.master_addr == MASTER_ADDR
-    assert EtcdSettings.from_json(os.environ[SETTINGS_VARIABLE]).endpoints == ("e:2379",)
+    assert from_json(EtcdSettings, os.environ[SETTINGS_VARIABLE]).endpoints == ("e:2379",)
     assert C10D_VARIABLE not in os.environ
     assert "meeting in etcd at e:2379, 1 to 4 nodes" in capsys.readouterr().err
 
@@ -516,7 +514,7 @@ def start(arguments: str, program: str, directory: Path, *, is_called: bool = Fa
 def test_our_program_gets_our_handler(arguments: str, environ: dict[str, str], tmp_path: Path) -> None:
     found, said = start(arguments, "elastic_train", tmp_path, **environ, **{AGENT_VARIABLE: "1 1 of-a-job-around"})
     assert found[AGENT_VARIABLE].split()[0] == found["PARENT"]
-    assert C10dSettings.from_json(found[C10D_VARIABLE]) == C10dSettings(("h1:29400", "h2:2"), 2, 4, 2.0)
+    assert from_json(C10dSettings, found[C10D_VARIABLE]) == C10dSettings(("h1:29400", "h2:2"), 2, 4, 2.0)
     assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == (MASTER_ADDR, MASTER_PORT)
     assert found["RES_OPTIONS"] == launch.NAME_LOOKUP_OPTIONS
     assert (found["WORLD_SIZE"], found["TORCHELASTIC_USE_AGENT_STORE"]) == ("1", "False")
@@ -537,7 +535,7 @@ def test_a_process_group_of_the_scripts_own_fails_at_once_and_says_why(tmp_path:
 def test_our_program_gets_our_handler_from_another_launcher(tmp_path: Path) -> None:
     arguments = "--rdzv-backend=c10d --rdzv-endpoint=h1 --nnodes 2:4"
     found, _ = start(arguments, "elastic_train", tmp_path, is_called=True, ELASTIC_TRAIN="1")
-    assert C10dSettings.from_json(found[C10D_VARIABLE]).endpoints == ("h1:29400",)
+    assert from_json(C10dSettings, found[C10D_VARIABLE]).endpoints == ("h1:29400",)
 
 
 @pytest.mark.parametrize(
@@ -642,7 +640,7 @@ def test_a_node_that_nobody_can_join_says_so(agent: list[str]) -> None:
     assert warning is not None
     assert "no other can join it" in warning
     assert "set ELASTIC_TRAIN=1" in warning
-    hooked = OF_WORKERS | {C10D_VARIABLE: C10dSettings(("h:1",), 1, 4, 0.5).to_json()}
+    hooked = OF_WORKERS | {C10D_VARIABLE: to_json(C10dSettings(("h:1",), 1, 4, 0.5))}
     assert alone_warning(Launch.from_environment(hooked, None), hooked) is None
     agent[:] = shlex.split("--rdzv-backend=c10d --rdzv-endpoint h:1 --nnodes 1 wrapper.sh")
     assert alone_warning(Launch.from_environment(OF_ONE_NODE, None), OF_ONE_NODE) is None
@@ -678,7 +676,7 @@ def test_how_soon_an_agent_kills(command: str, environ: dict[str, str], seconds:
 
 def test_launch_under_c10d() -> None:
     settings = C10dSettings(("h:1",), 2, 4, 0.5, True, 7.0)
-    environ = OF_WORKERS | {C10D_VARIABLE: settings.to_json(), MIN_NODES_VARIABLE: "2", NODE_VARIABLE: "abc"}
+    environ = OF_WORKERS | {C10D_VARIABLE: to_json(settings), NODE_VARIABLE: "abc"}
     launch = Launch.from_environment(environ, None)
     assert (launch.c10d, launch.etcd, launch.node_id, launch.min_nodes) == (settings, None, "abc", 2)
     assert max_nodes_of(launch, environ) == 4
@@ -690,13 +688,13 @@ def test_launch_under_c10d() -> None:
 
 def test_launch_under_etcd3() -> None:
     settings = EtcdSettings(("e:2379",), min_nodes=2, max_nodes=4)
-    environ = OF_WORKERS | {SETTINGS_VARIABLE: settings.to_json(), MIN_NODES_VARIABLE: "2", NODE_VARIABLE: "abc"}
+    environ = OF_WORKERS | {SETTINGS_VARIABLE: to_json(settings), NODE_VARIABLE: "abc"}
     launch = Launch.from_environment(environ, None)
     assert (launch.c10d, launch.etcd, launch.node_id, launch.min_nodes) == (None, settings, "abc", 2)
     assert max_nodes_of(launch, environ) == 4
 
 
-C10D_OF_ONE, ETCD_OF_ONE = C10dSettings(("h:1",), 1, 4, 0.5).to_json(), EtcdSettings(("e:2379",)).to_json()
+C10D_OF_ONE, ETCD_OF_ONE = to_json(C10dSettings(("h:1",), 1, 4, 0.5)), to_json(EtcdSettings(("e:2379",)))
 
 
 @pytest.mark.parametrize("settings", [{C10D_VARIABLE: C10D_OF_ONE}, {SETTINGS_VARIABLE: ETCD_OF_ONE}])
@@ -721,7 +719,7 @@ def test_a_world_in_torchruns_variables() -> None:
     """Three nodes of two workers each, ranks as they came; the last node stands by."""
     nodes = (0, 1, 1, 0, 2, 2)
     members = tuple(member(node, 0, local_rank=nodes[:rank].count(node)) for rank, node in enumerate(nodes))
-    environ = OF_WORKERS | {C10D_VARIABLE: C10dSettings(("h:1",), 2, 4, 0.5).to_json()}
+    environ = OF_WORKERS | {C10D_VARIABLE: to_json(C10dSettings(("h:1",), 2, 4, 0.5))}
     launch = Launch.from_environment(environ, None)
     found = [launch.variables_in(World(rank, 7, members, max_world_size=4)) for rank in range(6)]
     of_node = {"LOCAL_WORLD_SIZE": "2"}  # LOCAL_RANK stays as the agent has set it

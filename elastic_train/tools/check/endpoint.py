@@ -12,7 +12,7 @@ from dataclasses import replace
 from elastic_train.errors import StoreRefused, StoreUnreachable
 from elastic_train.protocol.addresses import split_endpoint
 from elastic_train.protocol.signposts import HOLDER, LOOK_SECONDS, STRANGER_SECONDS, Stranger, reach_sign
-from elastic_train.rendezvous.etcd import Etcd, Transaction
+from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.tools.check.facts import Problem, RendezvousFacts
@@ -102,7 +102,7 @@ def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
         etcd = Etcd(connections, deadline=CALL_SECONDS)
         lease = etcd.grant(60)  # removes the key even if this process dies
         try:
-            etcd.transact(Transaction([], [etcd.put_request(key, b"check", lease)], []))
+            etcd.transact((), [etcd.put_request(key, b"check", lease)])
         finally:
             etcd.revoke(lease)
     except (StoreUnreachable, StoreRefused) as error:
