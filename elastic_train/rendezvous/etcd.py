@@ -229,11 +229,9 @@ class Etcd:
 
         timeout = max(0.05, min(self.attempt_seconds, seconds_left))
         index, client = self.connections.present, None
-        self.connections.num_requests += 1
         try:
             index, client = self.connections.client()
             response = method(client)(request, timeout, metadata=client.metadata)
-            self.connections.num_bytes += request.ByteSize() + response.ByteSize()
             self.connections.has_answered = True
             return response
         except grpc.RpcError as error:

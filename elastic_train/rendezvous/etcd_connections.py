@@ -96,9 +96,6 @@ class Connections:
         """whether etcd has answered a write of this process; a full database does not"""
         self.drawn_lease = 0
         """number drawn for the lease of a job entry, perhaps granted by now; 0 once this process has its entry"""
-        self.num_requests = 0
-        """attempts so far; and below, bytes of the messages in both directions: for measurements"""
-        self.num_bytes = 0
 
     def client(self) -> tuple[int, Any]:
         """Return (index of the present endpoint, its client). Blocks ATTEMPT_SECONDS at most, to authenticate.

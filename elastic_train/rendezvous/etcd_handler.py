@@ -24,7 +24,6 @@ import time
 import uuid
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from operator import itemgetter
 
@@ -132,22 +131,25 @@ class ExitBarrier:
             return None
 
 
-@dataclass(frozen=True)
-class AgentSeconds:
-    """Timeouts of an agent, from `--rdzv-conf`."""
-
-    lease: float
-    """after which a node without a sign of life is gone"""
-    join_timeout: float
-    read_timeout: float
-    """as in torchrun's own rendezvous"""
-
-
 class AgentsHandler(RendezvousHandler):
-    """One agent's part in the rendezvous."""
+    """One agent's part in the rendezvous.
 
-    def __init__(self, parameters: RendezvousParameters, settings: EtcdSettings, seconds: AgentSeconds) -> None:
-        self._parameters, self._settings, self._seconds = parameters, settings, seconds
+    Args:
+        lease: seconds after which a node without a sign of life is gone.
+        join_timeout, read_timeout: as in torchrun's own rendezvous.
+    """
+
+    def __init__(
+        self,
+        parameters: RendezvousParameters,
+        settings: EtcdSettings,
+        *,
+        lease: float,
+        join_timeout: float,
+        read_timeout: float,
+    ) -> None:
+        self._parameters, self._settings = parameters, settings
+        self._lease_seconds, self._join_seconds, self._read_seconds = lease, join_timeout, read_timeout
         self._connections = Connections(settings)
         etcd = Etcd(self._connections, deadline=settings.grace)
         try:
@@ -161,7 +163,7 @@ class AgentsHandler(RendezvousHandler):
         self._listing_lock = threading.Lock()
         self._address = parameters.local_addr or address_towards([*map(split_endpoint, settings.endpoints)], print)
         self._node = f"{self._address}-{uuid.uuid4().hex[:12]}"
-        self._lease = NodeLease(self._store, self._job, self._node, self._address, seconds.lease)
+        self._lease = NodeLease(self._store, self._job, self._node, self._address, lease)
         self._round = -1  # the newest round with this node in it
         self._members: tuple[str, ...] = ()
         self._server: GroupStoreServer | None = None
@@ -227,7 +229,7 @@ class AgentsHandler(RendezvousHandler):
                 self._lease.keep()
                 self._keeper.start()
             while True:
-                deadline = time.monotonic() + self._seconds.join_timeout
+                deadline = time.monotonic() + self._join_seconds
                 members, number = self._wait_for_round(deadline)
                 info = self._enter_round(members, number, deadline)
                 if info is not None:
@@ -317,7 +319,7 @@ class AgentsHandler(RendezvousHandler):
         if not self._has_everybody_entered(members, number, deadline):
             return None
         host, port = json.loads(text)
-        timeout = timedelta(seconds=self._seconds.read_timeout)
+        timeout = timedelta(seconds=self._read_seconds)
         try:
             raw = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         except RuntimeError as error:
@@ -375,7 +377,7 @@ class AgentsHandler(RendezvousHandler):
     def _keep(self) -> None:
         turn = self._lease.seconds_between
         store = self._store.with_timeouts(turn, min(2.0, turn), lambda _why: None)
-        while not self._is_ending.wait(min(1.0, self._seconds.lease / 3)):
+        while not self._is_ending.wait(min(1.0, self._lease_seconds / 3)):
             try:
                 self._lease.keep()
                 self._look(store)
@@ -397,7 +399,7 @@ class AgentsHandler(RendezvousHandler):
         """Let newcomers end the round, unless one of its agents has finished. That agent enters no other round: it
         would wait for the others in the exit barrier, and they for it in the next round."""
         barrier, newcomers = self._barrier, frozenset(self._names("waiting")).difference(self._members)
-        seconds = min(1.0, self._seconds.lease / 4)  # this thread keeps the leases
+        seconds = min(1.0, self._lease_seconds / 4)  # this thread keeps the leases
         is_begun = barrier is None or not newcomers or barrier.is_begun(seconds)
         if is_begun is not None:
             self._welcome = frozenset() if is_begun else newcomers

@@ -81,16 +81,17 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
             last_call=ETCD_LAST_CALL_SECONDS if mode == "workers" else TORCHRUNS_LAST_CALL,
         )
         if mode == "agents":
-            from elastic_train.rendezvous.etcd_handler import AgentSeconds, AgentsHandler
+            from elastic_train.rendezvous.etcd_handler import AgentsHandler
 
             conf = parameters.config
-            seconds = AgentSeconds(
+            parameters.local_addr = _given_address(parameters)
+            return AgentsHandler(
+                parameters,
+                settings,
                 lease=read_seconds(conf, "lease", LEASE_SECONDS),
                 join_timeout=read_seconds(conf, "join_timeout", JOIN_SECONDS),
                 read_timeout=read_seconds(conf, "read_timeout", READ_SECONDS),
             )
-            parameters.local_addr = _given_address(parameters)
-            return AgentsHandler(parameters, settings, seconds)
     except UsageError as error:
         _exit(error)
     return _workers_handler(parameters, f"in etcd at {','.join(settings.endpoints)}", SETTINGS_VARIABLE, settings)

@@ -20,7 +20,7 @@ from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_errors import LeaseLost
-from elastic_train.rendezvous.etcd_handler import AgentSeconds, AgentsHandler, exit_barrier_keys
+from elastic_train.rendezvous.etcd_handler import AgentsHandler, exit_barrier_keys
 from elastic_train.rendezvous.etcd_job import delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore
@@ -206,13 +206,13 @@ def test_an_agent_that_was_suspended_for_longer_than_the_grace_goes_on(trio: Own
     code = """
 import sys
 from torch.distributed.elastic.rendezvous import RendezvousParameters
-from elastic_train.rendezvous.etcd_handler import AgentSeconds, AgentsHandler
+from elastic_train.rendezvous.etcd_handler import AgentsHandler
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.world import from_json
 
 settings = from_json(EtcdSettings, sys.argv[1])
 parameters = RendezvousParameters("etcd3", settings.endpoints[0], "asleep", 1, 1, local_addr="127.0.0.1")
-handler = AgentsHandler(parameters, settings, AgentSeconds(lease=2.0, join_timeout=60.0, read_timeout=60.0))
+handler = AgentsHandler(parameters, settings, lease=2.0, join_timeout=60.0, read_timeout=60.0)
 handler.next_rendezvous()
 print("waits", flush=True)
 sys.stdin.readline()
@@ -345,7 +345,7 @@ def test_an_entry_that_the_last_one_takes_away_meanwhile_is_not_opened(trio: Own
 def make_agent(cluster: OwnEtcd, run_id: str) -> AgentsHandler:
     settings = cluster.settings(min_nodes=1, max_nodes=4, last_call=2.0)
     parameters = RendezvousParameters("etcd3", "unused", run_id, 1, 4, local_addr="127.0.0.1")
-    return AgentsHandler(parameters, settings, AgentSeconds(lease=10.0, join_timeout=PATIENCE, read_timeout=PATIENCE))
+    return AgentsHandler(parameters, settings, lease=10.0, join_timeout=PATIENCE, read_timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("is_one_through", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -379,12 +379,12 @@ def test_a_newcomer_restarts_nobody_once_one_agent_is_through(trio: OwnEtcd, is_
 AGENT_OF_ONE = """
 import sys
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
-from elastic_train.rendezvous.etcd_handler import AgentSeconds, AgentsHandler
+from elastic_train.rendezvous.etcd_handler import AgentsHandler
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 
 parameters = RendezvousParameters("etcd3", "unused", "told", 1, 1)
 settings = EtcdSettings(tuple(sys.argv[1].split(",")))
-handler = AgentsHandler(parameters, settings, AgentSeconds(lease=60.0, join_timeout=60.0, read_timeout=60.0))
+handler = AgentsHandler(parameters, settings, lease=60.0, join_timeout=60.0, read_timeout=60.0)
 handler.next_rendezvous()
 raise KeyboardInterrupt  # as torchrun ends by a signal
 """
