@@ -202,6 +202,15 @@ def value_of(kind: Any, value: Any) -> Any:
     return _reading(kind)(value)
 
 
+def value_or_none(kind: type[Told], value: Any) -> Told | None:
+    """Return `value_of`; None if `value` is not of that kind."""
+    try:
+        told: Told = value_of(kind, value)
+        return told
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+
+
 @cache
 def _reading(kind: Any) -> Callable[[Any], Any]:
     if is_dataclass(kind):

@@ -30,7 +30,6 @@ from elastic_train.rules import disagreement, freshest
 from elastic_train.runlog.event_types import Source
 from elastic_train.storage.past_snapshots import PastSnapshots, require_none_written
 from elastic_train.storage.run_record import (
-    Choice,
     Offer,
     RunRecord,
     newest_offer,
@@ -119,12 +118,12 @@ def restore(
 
 
 def _require_own_run(
-    choice: Choice, records: Sequence[RunRecord], record: RunRecord, own_past: Callable[[], PastSnapshots | None]
+    choice: RunRecord, records: Sequence[RunRecord], record: RunRecord, own_past: Callable[[], PastSnapshots | None]
 ) -> None:
     """Raise SnapshotError where the visible snapshots decide the run, no run directory belongs to it, and one of these
     has had snapshots: the run would lose sight of them. Every rank calls this."""
     uids = {one.uid for one in records} - {"", *choice.superseded}
-    if choice.uid is None or not uids or choice.uid in uids:
+    if not choice.uid or not uids or choice.uid in uids:
         return
     found = own_past() if record.uid in uids else None
     known = max(filter(None, gather_json(None if found is None else found.known)), default=None)

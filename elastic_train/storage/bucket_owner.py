@@ -23,7 +23,7 @@ from elastic_train.runlog.reader import parse
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.ownership import OWNER_RECORD, stops
 from elastic_train.storage.store_arms import Stored
-from elastic_train.world import value_of
+from elastic_train.world import value_or_none
 
 RENEWAL_SECONDS = 10.0
 RENEWALS_MISSED = 3
@@ -71,12 +71,11 @@ class BucketRecord:
                 f"{FORMAT_VERSION}: take the one that wrote it, or choose another --snapshot-dir",
                 StoreFault.OTHER,
             )
-        try:
-            record: BucketRecord = value_of(BucketRecord, {"newest": None, "format_version": version, **fields})
+        record = value_or_none(BucketRecord, {"newest": None, "format_version": version, **fields})
+        with contextlib.suppress(ValueError, OverflowError, OSError):
             str(record)  # raises if the time is invalid
             return record
-        except (KeyError, TypeError, ValueError, OverflowError, OSError):
-            return None
+        return None
 
 
 class BucketOwner:

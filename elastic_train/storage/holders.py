@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from elastic_train.runlog.reader import parse
 from elastic_train.system import process_stat
-from elastic_train.world import value_of
+from elastic_train.world import value_or_none
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,10 @@ class Owner(Holder):
 
 
 def read_holders(fd: int) -> list[Holder]:
-    holders = []
     os.lseek(fd, 0, os.SEEK_SET)
     with open(os.dup(fd), "rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                holders.append(value_of(Holder, parse(line) or {}))
-    return holders
+        found = [value_or_none(Holder, parse(line)) for line in file]
+    return [holder for holder in found if holder is not None]
 
 
 def process_state(holder: Holder) -> str | None:
@@ -54,8 +50,4 @@ def process_state(holder: Holder) -> str | None:
 
 def owner_of(data: bytes) -> Owner | None:
     """Parse an owner record; None if it is not valid."""
-    try:
-        owner: Owner = value_of(Owner, {"started": "", **(parse(data) or {})})
-    except (ValueError, KeyError, TypeError):
-        return None
-    return owner
+    return value_or_none(Owner, {"started": "", **(parse(data) or {})})

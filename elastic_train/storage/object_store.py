@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from elastic_train.errors import ObjectStoreError, StoreFault
-from elastic_train.storage.store_arms import Arm, Stored, open_arm
+from elastic_train.storage.store_arms import PlainArm, Stored, open_arm
 from elastic_train.storage.store_urls import StoreUrl, fault_of, scrub
 
 Value = TypeVar("Value")
@@ -67,7 +67,7 @@ class ObjectStore:
         self,
         url: StoreUrl,
         tries: Tries = Tries(),
-        arm: Arm | None = None,
+        arm: PlainArm | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -129,6 +129,8 @@ class RunDirectory:
         # Resolved once: user code may change the working directory, and a later launch may change a link.
         self.path = Path(os.path.realpath(path))
         self._now = now
+        self.events_dir, self.ledger_dir = self.path / "events", self.path / "ledger"
+        self.tensorboard_dir, self.result_path = self.path / "tensorboard", self.path / "result.json"
         self.snapshots_dir = self.path / SNAPSHOTS
         self.ownership = Ownership(self.path, now=now)
         if snapshots is not None:
@@ -138,22 +140,6 @@ class RunDirectory:
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
-
-    @property
-    def events_dir(self) -> Path:
-        return self.path / "events"
-
-    @property
-    def ledger_dir(self) -> Path:
-        return self.path / "ledger"
-
-    @property
-    def tensorboard_dir(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def result_path(self) -> Path:
-        return self.path / "result.json"
 
     def create(self) -> None:
         """Create the directory if it is missing, and check that files can be created in it. Each writer creates its own

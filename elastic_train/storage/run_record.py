@@ -16,7 +16,7 @@ from elastic_train.branches import Branches, describe, is_on
 from elastic_train.errors import BranchesMixed, RunsMixed
 from elastic_train.runlog.reader import read_json
 from elastic_train.storage.snapshot import STATE_FILE, SnapshotInfo
-from elastic_train.world import value_of
+from elastic_train.world import value_or_none
 
 RUN_FILE = "run.json"
 
@@ -46,25 +46,12 @@ NO_RUN = RunRecord("")
 
 def read_record(directory: Path) -> RunRecord:
     """Read the record of a run directory; `NO_RUN` if it is missing or cannot be read."""
-    try:
-        record: RunRecord = value_of(RunRecord, read_json(directory / RUN_FILE) or {})
-    except (KeyError, TypeError):
-        return NO_RUN
-    return record
+    return value_or_none(RunRecord, read_json(directory / RUN_FILE)) or NO_RUN
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The run that a job continues."""
-
-    uid: str | None
-    """None for a new run: no visible run is continued."""
-    superseded: tuple[str, ...]
-    """All runs known not to be continued."""
-
-
-def run_to_continue(records: Sequence[RunRecord], offers: Sequence[Offer]) -> Choice:
+def run_to_continue(records: Sequence[RunRecord], offers: Sequence[Offer]) -> RunRecord:
     """Choose the run to continue among those with visible snapshots: the only one, or the one of the run directories.
+    The result has no uid for a new run, and all runs known not to be continued.
 
     Args:
         records: those of all members' run directories.
@@ -87,7 +74,7 @@ def run_to_continue(records: Sequence[RunRecord], offers: Sequence[Offer]) -> Ch
             f"{other.host} {other.path} of step {other.step}: move those of one of the two out of sight and "
             "start again, give another --run-dir, or --fresh to begin anew"
         )
-    return Choice(candidates[0] if candidates else None, tuple(sorted(superseded)))
+    return RunRecord(candidates[0] if candidates else "", tuple(sorted(superseded)))
 
 
 @dataclass(frozen=True)

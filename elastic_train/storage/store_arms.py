@@ -15,7 +15,7 @@ import threading
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from elastic_train.errors import UsageError
 from elastic_train.storage.atomic_files import create_once, write_atomic
@@ -31,23 +31,7 @@ class Stored:
     """Changes whenever the object changes."""
 
 
-class Arm(Protocol):
-    """The objects below one URL, with a single try per operation. Raises the errors of the libraries, which `fault_of`
-    interprets. If a condition does not hold, that is FileExistsError, or the protocol's own error."""
-
-    is_atomic: bool
-    """Whether the store itself is meant to check the condition of `put_if`."""
-    pid: int
-    """The process that may use it."""
-
-    def read(self, key: str, limit: int | None = None) -> Stored: ...
-    def put(self, key: str, data: bytes | bytearray) -> None: ...
-    def put_if(self, key: str, data: bytes, version: str | None) -> str: ...
-    def list(self, prefix: str) -> dict[str, int]: ...
-    def remove(self, key: str) -> None: ...
-
-
-def open_arm(url: StoreUrl, *, attempt_seconds: float, silence_seconds: float) -> Arm:
+def open_arm(url: StoreUrl, *, attempt_seconds: float, silence_seconds: float) -> PlainArm:
     """Raises: UsageError: a package is missing; names what to install."""
     try:
         fsspec = importlib.import_module("fsspec")  # takes a second, with s3fs: so only if a URL is given
@@ -74,13 +58,18 @@ def _require_below(limit: int, size: int) -> None:
 
 
 class PlainArm:
-    """Any file system of fsspec, without conditional puts."""
+    """The objects below one URL, with a single try per operation. Raises the errors of the libraries, which `fault_of`
+    interprets. If a condition does not hold, that is FileExistsError, or the protocol's own error.
+
+    This class is any file system of fsspec, without conditional puts.
+    """
 
     is_atomic = False
+    """Whether the store itself is meant to check the condition of `put_if`."""
     _lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
     def __init__(self, filesystem: Any, url: StoreUrl) -> None:
-        self.pid = os.getpid()
+        self.pid = os.getpid()  # the process that may use it
         self._filesystem = filesystem
         self._root = str(filesystem._strip_protocol(str(url)))
         _arms.add(self)
@@ -167,17 +156,16 @@ class FileArm(PlainArm):
             path.parent.rmdir()
 
 
-class S3Arm:
+class S3Arm(PlainArm):
     """S3's own requests through s3fs. The retries of s3fs and botocore are off, because `Tries` alone decides."""
 
     is_atomic = True
 
     def __init__(self, url: StoreUrl, attempt_seconds: float, silence_seconds: float) -> None:
-        self.pid = os.getpid()
         self._bucket, _, prefix = url.place.partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         self._attempt_seconds = attempt_seconds
-        self._filesystem = importlib.import_module("s3fs").S3FileSystem(
+        filesystem = importlib.import_module("s3fs").S3FileSystem(
             skip_instance_cache=True,
             use_listings_cache=False,
             config_kwargs={
@@ -189,8 +177,8 @@ class S3Arm:
                 "response_checksum_validation": "when_required",
             },
         )
-        self._filesystem.retries = 1
-        _arms.add(self)
+        filesystem.retries = 1
+        super().__init__(filesystem, url)
 
     def _call(self, method: str, **arguments: Any) -> Any:
         return self._filesystem.call_s3(method, Bucket=self._bucket, timeout=self._attempt_seconds, **arguments)

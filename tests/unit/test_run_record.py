@@ -19,19 +19,19 @@ OLD, NEW = RunRecord("old"), RunRecord("new", superseded=("old",))
 
 def test_the_only_run_is_continued_wherever_its_snapshots_lie() -> None:
     assert run_to_continue([NO_RUN, NO_RUN], [offer("x", 0, 5), offer("x", 1, 7)]).uid == "x"
-    assert run_to_continue([NO_RUN], []).uid is None
+    assert run_to_continue([NO_RUN], []).uid == ""
 
 
 def test_an_old_run_that_comes_back_with_an_absent_node_does_not_outrank_the_one_in_its_place() -> None:
     seen = [offer("old", 4, 500, "b"), offer("new", 1, 800)]
     choice = run_to_continue([NEW, OLD], seen)
     assert (choice.uid, choice.superseded) == ("new", ("old",))
-    assert run_to_continue([NEW, OLD], seen[:1]).uid is None, "nor where the new one has no snapshot yet"
+    assert run_to_continue([NEW, OLD], seen[:1]).uid == "", "nor where the new one has no snapshot yet"
 
 
 def test_fresh_counts_for_all_who_start_together() -> None:
     choice = run_to_continue([RunRecord("", ("old",), is_fresh=True), RunRecord("other")], [offer("other", 3, 9, "b")])
-    assert (choice.uid, choice.superseded) == (None, ("old", "other"))
+    assert (choice.uid, choice.superseded) == ("", ("old", "other"))
 
 
 def test_the_run_directories_say_which_of_two_is_meant() -> None:
