@@ -25,7 +25,6 @@ import uuid
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from operator import itemgetter
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous.api import (
@@ -41,10 +40,10 @@ from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable, first_
 from elastic_train.protocol.addresses import address_towards, split_endpoint
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.rendezvous.etcd import Etcd
-from elastic_train.rendezvous.etcd_connections import Connections, Entry
+from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_job import NodeLease, delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
-from elastic_train.rendezvous.etcd_store import EtcdStore, text_of
+from elastic_train.rendezvous.etcd_store import EtcdStore, Listing, text_of
 
 SETTLE_SECONDS = 1.0
 """how long rounds after the first wait for more nodes; the first waits for the last call"""
@@ -158,9 +157,7 @@ class AgentsHandler(RendezvousHandler):
             raise RendezvousConnectionError(str(error)) from error
         self._prefix = self._job.prefix
         self._store = EtcdStore(etcd, lease=self._job.lease, guard=self._job.guard)
-        self._listing: tuple[int, dict[str, Entry]] = -1, {}
-        """the newest listing of the job's keys: its revision, and the entries in the order of their creation"""
-        self._listing_lock = threading.Lock()
+        self._keys = Listing(f"{self._prefix}/")
         self._address = parameters.local_addr or address_towards([*map(split_endpoint, settings.endpoints)], print)
         self._node = f"{self._address}-{uuid.uuid4().hex[:12]}"
         self._lease = NodeLease(self._store, self._job, self._node, self._address, lease)
@@ -172,9 +169,8 @@ class AgentsHandler(RendezvousHandler):
         self._why_over: str | None = None
         self._is_ending = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="etcd-lease", daemon=True)
-        atexit.register(
-            self.shutdown
-        )  # after a signal torch does not call it, because that would close its own rendezvous for good
+        # After a signal torch does not call it, because that would close its own rendezvous for good.
+        atexit.register(self.shutdown)
 
     # --- what torchrun calls ------------------------------------------------------------------------------------------
 
@@ -208,12 +204,12 @@ class AgentsHandler(RendezvousHandler):
             raise RendezvousConnectionError(f"etcd has not answered for {silence:.0f} s")
         if self._newest_round()[0] > self._round:
             return 1  # the other nodes have gone on without this one: they took it for dead
-        decided = self._listing[1].get(f"{self._prefix}/rounds/{self._round}")
+        decided = self._keys.below("rounds").get(str(self._round))
         # A node that waited for this very round may not have deleted that key yet.
-        again = self._names("waiting", since=decided.create_revision if decided is not None else 0)
+        again = self._keys.below("waiting", since=decided.create_revision if decided is not None else 0)
         counting = {*again}.intersection(self._members) | self._welcome.difference(self._members)
-        waiting = [node for node in self._names("waiting") if node in counting]
-        return num_waiting(self._node, self._members, self._names("nodes"), waiting, self._settings.max_nodes)
+        waiting = [node for node in self._keys.below("waiting") if node in counting]
+        return num_waiting(self._node, self._members, self._keys.below("nodes"), waiting, self._settings.max_nodes)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Enter the next round, and block until this node is in one.
@@ -250,8 +246,8 @@ class AgentsHandler(RendezvousHandler):
             self._lease.end(store.etcd)
             deadline = time.monotonic() + FAREWELL_SECONDS
             others = {*self._members} - {self._node} if self._server is not None else set()
-            while others and time.monotonic() < deadline and others.intersection(self._names("nodes")):
-                self._look_again(store)
+            while others and time.monotonic() < deadline and others.intersection(self._keys.below("nodes")):
+                self._keys.look_again(store)
             delete_job(store.etcd, self._job, unless_below=(f"{self._prefix}/nodes/", f"{self._prefix}/waiting/"))
         self._connections.close()
         return True
@@ -266,7 +262,7 @@ class AgentsHandler(RendezvousHandler):
         self._lease.put(mine, self._address)
         enough_since: float | None = None
         while True:
-            self._look_again(store)
+            self._keys.look_again(store)
             number, members = self._newest_round()
             if number > before and self._node in members:
                 return members, number
@@ -274,16 +270,16 @@ class AgentsHandler(RendezvousHandler):
             if now > deadline:
                 store.etcd.delete(mine)
                 raise RendezvousTimeoutError(
-                    f"{len(self._names('waiting'))} nodes wait, of {settings.min_nodes} that the job needs"
+                    f"{len(self._keys.below('waiting'))} nodes wait, of {settings.min_nodes} that the job needs"
                 )
-            waiting = self._names("waiting")
+            waiting = [*self._keys.below("waiting")]
             if len(waiting) < settings.min_nodes:
                 enough_since = None
             elif enough_since is None:
                 enough_since = now
             decided = next_round(
                 members,
-                self._names("nodes"),
+                self._keys.below("nodes"),
                 waiting,
                 min_nodes=settings.min_nodes,
                 max_nodes=settings.max_nodes,
@@ -293,7 +289,7 @@ class AgentsHandler(RendezvousHandler):
             if decided is not None:
                 store.create(f"{self._prefix}/rounds/{number + 1}", json.dumps(decided))
                 continue
-            if self._node not in self._names("waiting"):  # this node's lease had run out
+            if self._node not in self._keys.below("waiting"):  # this node's lease had run out
                 self._lease.put(mine, self._address)
 
     def _enter_round(self, members: tuple[str, ...], number: int, deadline: float) -> RendezvousInfo | None:
@@ -310,12 +306,12 @@ class AgentsHandler(RendezvousHandler):
             if number > 0:
                 for what in ("rounds", "masters"):  # they would make each listing longer
                     store.etcd.delete(f"{self._prefix}/{what}/{number - 1}")
-        while (text := text_of(self._listing[1].get(key))) is None:
-            if members[0] not in self._names("nodes") or self._newest_round()[0] > number:
+        while (text := text_of(self._keys.below("masters").get(str(number)))) is None:
+            if members[0] not in self._keys.below("nodes") or self._newest_round()[0] > number:
                 return None
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"the agent of rank 0 of round {number} has not come to it")
-            self._look_again(store)
+            self._keys.look_again(store)
         if not self._has_everybody_entered(members, number, deadline):
             return None
         host, port = json.loads(text)
@@ -323,7 +319,7 @@ class AgentsHandler(RendezvousHandler):
         try:
             raw = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         except RuntimeError as error:
-            if members[0] in self._names("nodes"):
+            if members[0] in self._keys.below("nodes"):
                 raise RendezvousConnectionError(f"the agent of rank 0 at {host}:{port}: {first_line(error)}") from error
             return None
         # The prefix of torchrun's own rendezvous for its rounds; its agents have their exit barrier below it.
@@ -339,8 +335,8 @@ class AgentsHandler(RendezvousHandler):
         A dead agent's keys below `waiting/` and `nodes/` vanish at one moment, so one in neither has not entered.
         """
         while True:
-            self._look_again(self._store)
-            waiting, alive = self._names("waiting"), self._names("nodes")
+            self._keys.look_again(self._store)
+            waiting, alive = self._keys.below("waiting"), self._keys.below("nodes")
             if any(node not in alive for node in members) or self._newest_round()[0] > number:
                 return False
             if not any(node in waiting for node in members):
@@ -348,29 +344,10 @@ class AgentsHandler(RendezvousHandler):
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"not every node of round {number} has come to it")
 
-    def _look(self, store: EtcdStore) -> None:
-        """List the keys of the job. Of two listings at once the newer one counts. Raises: StoreUnreachable."""
-        entries, revision = store.etcd.below(f"{self._prefix}/")
-        entries.sort(key=lambda entry: entry.create_revision)
-        with self._listing_lock:
-            self._listing = max(self._listing, (revision, {entry.key: entry for entry in entries}), key=itemgetter(0))
-
-    def _look_again(self, store: EtcdStore) -> None:
-        """Pause and list the keys: with many nodes less often, so that etcd is asked 1,000 times a second at most."""
-        time.sleep(max(0.1, len(self._names("nodes")) / 1000))
-        self._look(store)
-
     def _newest_round(self) -> tuple[int, tuple[str, ...]]:
-        _, entries = self._listing
-        prefix = f"{self._prefix}/rounds/"
-        number = max((int(key.removeprefix(prefix)) for key in entries if key.startswith(prefix)), default=-1)
-        return number, tuple(json.loads(text_of(entries.get(f"{prefix}{number}")) or "[]"))
-
-    def _names(self, what: str, since: int = 0) -> list[str]:
-        """Return the keys below `nodes/` or `waiting/` that changed after `since`, oldest first."""
-        prefix, (_, entries) = f"{self._prefix}/{what}/", self._listing
-        of_it = (one for one in entries.values() if one.key.startswith(prefix) and one.mod_revision > since)
-        return [one.key.removeprefix(prefix) for one in of_it]
+        rounds = self._keys.below("rounds")
+        number = max(map(int, rounds), default=-1)
+        return number, tuple(json.loads(text_of(rounds.get(str(number))) or "[]"))
 
     # --- the keeper's thread ------------------------------------------------------------------------------------------
 
@@ -380,7 +357,7 @@ class AgentsHandler(RendezvousHandler):
         while not self._is_ending.wait(min(1.0, self._lease_seconds / 3)):
             try:
                 self._lease.keep()
-                self._look(store)
+                self._keys.look(store)
                 self._arrive_for_the_dead()
                 self._welcome_newcomers()
             except StoreUnreachable:
@@ -391,14 +368,14 @@ class AgentsHandler(RendezvousHandler):
 
     def _arrive_for_the_dead(self) -> None:
         """Arrive at the exit barrier for dead agents, if this is the first living agent of the round."""
-        barrier, members, alive = self._barrier, self._members, self._names("nodes")
+        barrier, members, alive = self._barrier, self._members, self._keys.below("nodes")
         if barrier is not None and next((node for node in members if node in alive), None) == self._node:
             barrier.arrive_for([node for node in members if node not in alive])
 
     def _welcome_newcomers(self) -> None:
         """Let newcomers end the round, unless one of its agents has finished. That agent enters no other round: it
         would wait for the others in the exit barrier, and they for it in the next round."""
-        barrier, newcomers = self._barrier, frozenset(self._names("waiting")).difference(self._members)
+        barrier, newcomers = self._barrier, frozenset(self._keys.below("waiting")).difference(self._members)
         seconds = min(1.0, self._lease_seconds / 4)  # this thread keeps the leases
         is_begun = barrier is None or not newcomers or barrier.is_begun(seconds)
         if is_begun is not None:

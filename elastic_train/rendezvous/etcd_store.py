@@ -1,4 +1,4 @@
-"""A key-value store on etcd v3, for a job's entry.
+"""A key-value store on etcd v3, for a job's entry; and listings of all its keys.
 
 Every write is under one lease and behind one **guard**: a key that exists only until the job is over, or another has
 taken its place. A process that was frozen meanwhile can write nothing after that.
@@ -10,8 +10,11 @@ value then has its stamp.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from elastic_train.errors import LeftOut
 from elastic_train.rendezvous.etcd import Etcd
@@ -102,3 +105,35 @@ def stamp() -> bytes:
 
 def text_of(entry: Entry | None) -> str | None:
     return None if entry is None or not entry.version else entry.value[STAMP_BYTES:].decode()
+
+
+class Listing:
+    """All keys below a prefix, by the newest listing of this process. For any thread.
+
+    Args:
+        prefix: ends with a slash.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._newest: tuple[int, dict[str, Entry]] = -1, {}
+        """its revision, and the entries in the order of their creation"""
+        self._lock = threading.Lock()
+
+    def look(self, store: EtcdStore) -> None:
+        """List the keys. Of two listings at once the newer one counts. Raises: StoreUnreachable."""
+        entries, revision = store.etcd.below(self._prefix)
+        entries.sort(key=lambda entry: entry.create_revision)
+        with self._lock:
+            self._newest = max(self._newest, (revision, {entry.key: entry for entry in entries}), key=itemgetter(0))
+
+    def look_again(self, store: EtcdStore) -> None:
+        """Pause and list the keys. The more keys, the longer: etcd is asked 1,000 times a second by all at most."""
+        time.sleep(max(0.1, len(self._newest[1]) / 1000))
+        self.look(store)
+
+    def below(self, folder: str, since: int = 0) -> dict[str, Entry]:
+        """Return the entries of a folder that changed after a revision, by name, oldest first."""
+        prefix = f"{self._prefix}{folder}/"
+        found = (one for one in self._newest[1].values() if one.key.startswith(prefix) and one.mod_revision > since)
+        return {one.key.removeprefix(prefix): one for one in found}
