@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import io
+import socket
 import ssl
-import time
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from elastic_train.notices.notice import NoticeUnreadable
+from elastic_train.system import answer_of
 
 LINK_LOCAL = ("169.254.169.254", 80)
 """The metadata server of AWS, GCP and Azure, which tells a machine about itself. The address is never routed."""
@@ -41,20 +41,25 @@ def ask(
     seconds: float = ANSWER_SECONDS,
     tls: ssl.SSLContext | None = None,
 ) -> Answer:
-    """Send a request and read the answer. Blocks at most `seconds`; with `tls`, or if `address` holds a name, for each
-    of the lookup, the connection and the handshake.
-
-    Raises: NoticeUnreadable.
-    """
-    deadline = time.monotonic() + seconds
+    """Send a request and read the answer. Blocks at most `seconds`. Raises: NoticeUnreadable."""
     connection = _connection(address, seconds, tls)
-    try:
+    opened: list[socket.socket] = []
+    is_over = threading.Event()
+
+    def exchange() -> tuple[http.client.HTTPResponse, bytes]:
         connection.connect()
-        with contextlib.closing(connection.sock) as sock:
-            connection.sock = _Limited(sock, deadline)
-            connection.request(method, path, headers={**headers, "Connection": "close"})
-            response = connection.getresponse()
-            body = response.read(MOST_BYTES + 1)
+        opened.append(connection.sock)
+        if is_over.is_set():  # the lookup of the name took too long
+            raise TimeoutError
+        connection.request(method, path, headers={**headers, "Connection": "close"})
+        response = connection.getresponse()
+        return response, response.read(MOST_BYTES + 1)
+
+    try:
+        # On a thread: a timeout for each read would not stop a server that sends a byte now and then.
+        response, body = answer_of(exchange, "notice-request").result(seconds)
+    except TimeoutError:
+        raise NoticeUnreadable(f"{_url(address, path)}: timed out") from None
     except http.client.InvalidURL:  # its message contains the URL, which may hold a secret
         raise NoticeUnreadable(f"{_url(address, path)}: no URL has such characters") from None
     except (OSError, http.client.HTTPException) as error:
@@ -62,6 +67,10 @@ def ask(
     except ValueError:  # an invalid header; its message contains the header, which may be a token
         raise NoticeUnreadable(f"{_url(address, path)}: this is no HTTP") from None
     finally:
+        is_over.set()
+        for sock in opened:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # ends the thread
         connection.close()
     if len(body) > MOST_BYTES:
         raise NoticeUnreadable(f"{_url(address, path)}: more than {MOST_BYTES} bytes")
@@ -86,35 +95,3 @@ def _connection(address: tuple[str, int], seconds: float, tls: ssl.SSLContext | 
     if tls is None:
         return http.client.HTTPConnection(*address, timeout=seconds)
     return http.client.HTTPSConnection(*address, timeout=seconds, context=tls)
-
-
-class _Limited(io.RawIOBase):
-    """A connected socket with one deadline for everything. A timeout per read would not stop a server that sends a byte
-    now and then."""
-
-    def __init__(self, sock: Any, deadline: float) -> None:
-        super().__init__()
-        self._sock, self._deadline = sock, deadline
-
-    def _wait(self) -> None:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        self._sock.settimeout(left)
-
-    def sendall(self, data: bytes) -> None:
-        self._wait()
-        self._sock.sendall(data)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._wait()
-        return int(self._sock.recv_into(buffer))
-
-    def makefile(self, *_arguments: Any) -> io.BufferedReader:
-        return io.BufferedReader(self)
-
-    def close(self) -> None:
-        """Do nothing: with "Connection: close", http.client calls this before the body is read."""
