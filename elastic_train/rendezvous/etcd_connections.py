@@ -88,7 +88,7 @@ class Connections:
         self._lock = threading.Lock()
         self._clients: dict[int, tuple[Any, tuple[int, ...]]] = {}
         """by endpoint: a client, and the times at which its certificates were written"""
-        self._current = random.randrange(len(settings.endpoints))  # spreads the processes over the endpoints
+        self.present = random.randrange(len(settings.endpoints))  # spreads the processes over the endpoints
         self._is_closed = False
         self.has_answered = False
         """whether any member ever has: then certificates and password were good, and a refusal may mean a renewal"""
@@ -108,7 +108,7 @@ class Connections:
         with self._lock:
             if self._is_closed:
                 raise StoreUnreachable("the connection to etcd is closed")
-            index = self._current
+            index = self.present
             known = self._clients.get(index)
         if known is not None:
             return index, known[0]
@@ -152,8 +152,8 @@ class Connections:
         outdated = None
         files = self._written_at()
         with self._lock:
-            if self._current == index:
-                self._current = (index + 1) % len(self.settings.endpoints)
+            if self.present == index:
+                self.present = (index + 1) % len(self.settings.endpoints)
             if files is not None and self._clients.get(index, (None, files))[1] != files:
                 outdated, _ = self._clients.pop(index)
         if outdated is not None:
@@ -174,10 +174,6 @@ class Connections:
             if index in self._clients and self._clients[index][0] is client:
                 del self._clients[index]
         client.close()
-
-    @property
-    def present(self) -> int:
-        return self._current
 
     def close(self) -> None:
         with self._lock:

@@ -32,6 +32,7 @@ OTHER_KEYS = (
 )  # fmt: skip
 """keys that handler.py and etcd_handler.py read"""
 LAST_CALL_SECONDS = 2.0
+"""how long a first world below --nnodes' maximum waits for more nodes; the default of last_call_timeout"""
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,11 @@ from torch.distributed.elastic.rendezvous.api import (
 from elastic_train.errors import UsageError, write_line
 from elastic_train.protocol.addresses import own_address, parse_endpoints
 from elastic_train.rendezvous.command_line import agent_arguments, launches_elastic_train
-from elastic_train.rendezvous.etcd_settings import LAST_CALL_SECONDS as ETCD_LAST_CALL_SECONDS
-from elastic_train.rendezvous.etcd_settings import SETTINGS_VARIABLE, EtcdSettings, read_seconds
+from elastic_train.rendezvous.etcd_settings import LAST_CALL_SECONDS, SETTINGS_VARIABLE, EtcdSettings, read_seconds
 from elastic_train.rendezvous.launch import (
     ADDRESS_VARIABLE,
     C10D_VARIABLE,
     JOIN_SECONDS,
-    LAST_CALL_SECONDS,
     NODE_VARIABLE,
     C10dSettings,
 )
@@ -78,7 +76,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
             os.environ,
             min_nodes=parameters.min_nodes,
             max_nodes=parameters.max_nodes,
-            last_call=ETCD_LAST_CALL_SECONDS if mode == "workers" else TORCHRUNS_LAST_CALL,
+            last_call=LAST_CALL_SECONDS if mode == "workers" else TORCHRUNS_LAST_CALL,
         )
         if mode == "agents":
             from elastic_train.rendezvous.etcd_handler import AgentsHandler

@@ -20,12 +20,10 @@ from elastic_train.rendezvous.command_line import (
     option,
     parse_nnodes,
 )
-from elastic_train.rendezvous.etcd_settings import SETTINGS_VARIABLE, EtcdSettings
+from elastic_train.rendezvous.etcd_settings import LAST_CALL_SECONDS, SETTINGS_VARIABLE, EtcdSettings
 from elastic_train.rendezvous.slurm import torchrun_variables
 from elastic_train.world import World, from_json
 
-LAST_CALL_SECONDS = 2.0
-"""how long a first world below --nnodes' maximum waits for more nodes; the default of last_call_timeout"""
 JOIN_SECONDS = 600.0
 """torchrun's own default of join_timeout"""
 NAME_LOOKUP_OPTIONS = "timeout:1 attempts:1"
