@@ -42,15 +42,6 @@ MAX_OPERATIONS = 100
 """in one transaction; etcd's own limit is 128"""
 
 
-@dataclass(frozen=True)
-class TransactionResult:
-    """The outcome of a transaction."""
-
-    succeeded: bool
-    entries: list[list[Entry]]
-    """results of each `get` operation in the executed branch"""
-
-
 @dataclass
 class Etcd:
     """One caller's access to the cluster; threads may share it.
@@ -80,8 +71,8 @@ class Etcd:
         found: list[Entry | None] = []
         for start in range(0, len(keys), MAX_OPERATIONS):
             part = keys[start : start + MAX_OPERATIONS]
-            outcome = self.transact((), [self.get_request(key) for key in part])
-            found += [entries[0] if entries else None for entries in outcome.entries]
+            _, results = self.transact((), [self.get_request(key) for key in part])
+            found += [entries[0] if entries else None for entries in results]
         return found
 
     def below(self, prefix: str, *, keys_only: bool = False) -> tuple[list[Entry], int]:
@@ -92,21 +83,16 @@ class Etcd:
 
     def transact(
         self, compare: Sequence[Any], success: Sequence[Any], failure: Sequence[Any] = ()
-    ) -> TransactionResult:
+    ) -> tuple[bool, list[list[Entry]]]:
         """Execute a transaction: comparisons, and operations for either outcome, as etcd's own messages (`is_at`,
-        `put_request`, ...). Raises: LeaseLost: a put names a lease that is gone."""
+        `put_request`, ...). Return whether the comparisons held, and the results of each `get` operation that was
+        executed. Raises: LeaseLost: a put names a lease that is gone."""
         request = self._rpc.TxnRequest(compare=compare, success=success, failure=failure)
         response = self._call(lambda client: client.kvstub.Txn, request)
         if any(part.WhichOneof("request") == "request_put" for part in success):
             self.connections.has_written = True
-        return TransactionResult(
-            succeeded=response.succeeded,
-            entries=[
-                [entry_of(entry) for entry in part.response_range.kvs]
-                for part in response.responses
-                if part.WhichOneof("response") == "response_range"
-            ],
-        )
+        ranges = (part for part in response.responses if part.WhichOneof("response") == "response_range")
+        return response.succeeded, [[entry_of(entry) for entry in part.response_range.kvs] for part in ranges]
 
     def delete(self, key: str, *, is_prefix: bool = False) -> int:
         """Delete the key, or all keys that begin with it. Return the revision of that; 0 if there was no key."""

@@ -284,7 +284,7 @@ class EtcdFinder(Finder):
         ]
         value = stamp() + self._text([self._address], "").encode()
         changes = [etcd.delete_request(sign_key), etcd.put_request(begin_key, value, own.lease)]
-        has_begun = etcd.transact(conditions, changes).succeeded
+        has_begun, _ = etcd.transact(conditions, changes)
         if has_begun and theirs:
             self._log(f"every worker of an earlier start of run id {self._run_id!r} is gone: a new start begins")
         return has_begun

@@ -78,7 +78,8 @@ def open_job(etcd: Etcd, settings: EtcdSettings, run_id: str, lease_seconds: flo
             if entry is None or entry.value != value:
                 etcd.revoke(lease)
                 continue
-        job = read_job(entry, settings, run_id)
+        token, of_job, seconds = json.loads(text_of(entry) or "")
+        job = JobEntry(f"{settings.prefix}/{run_id}/{token}", int(of_job), float(seconds), guard=entry)
         try:
             job.keep(etcd)
         except LeftOut:  # the lease ran out, or was revoked, at this moment
@@ -90,16 +91,6 @@ def open_job(etcd: Etcd, settings: EtcdSettings, run_id: str, lease_seconds: flo
     raise StoreUnreachable(f"no job can be opened under {key} in etcd: others come and go faster than it can be read")
 
 
-def read_job(entry: Entry, settings: EtcdSettings, run_id: str) -> JobEntry:
-    token, lease, lease_seconds = json.loads(text_of(entry) or "")
-    return JobEntry(
-        prefix=f"{settings.prefix}/{run_id}/{token}",
-        lease=int(lease),
-        lease_seconds=float(lease_seconds),
-        guard=entry,
-    )
-
-
 def delete_job(etcd: Etcd, job: JobEntry, unless_below: Sequence[str] = ()) -> None:
     """Delete a job and all its keys, if it is still the run id's. A worker that wakes up in it can write nothing.
 
@@ -109,8 +100,8 @@ def delete_job(etcd: Etcd, job: JobEntry, unless_below: Sequence[str] = ()) -> N
     guard = job.guard
     conditions = [etcd.is_created_at(guard.key, guard.create_revision), *map(etcd.is_empty, unless_below)]
     keys = [etcd.delete_request(guard.key), etcd.delete_request(f"{job.prefix}/", is_prefix=True)]
-    outcome = etcd.transact(conditions, keys)
-    if outcome.succeeded or not unless_below:
+    has_deleted, _ = etcd.transact(conditions, keys)
+    if has_deleted or not unless_below:
         etcd.revoke(job.lease)
 
 

@@ -84,18 +84,16 @@ class EtcdStore:
             compare.append(etcd.is_created_at(guard.key, guard.create_revision))
             failure.append(etcd.get_request(guard.key))
         try:
-            outcome = etcd.transact(compare, [etcd.put_request(key, stamped, self.lease)], failure)
+            has_written, found = etcd.transact(compare, [etcd.put_request(key, stamped, self.lease)], failure)
         except LeaseLost as error:
             raise LeftOut("this worker's job is over, or was taken over: its lease in etcd has run out") from error
-        if outcome.succeeded:
+        if has_written:
             return None
-        if guard is not None:
-            found = outcome.entries[1]
-            if not found or found[0].create_revision != guard.create_revision:
-                raise LeftOut("this worker's job is over, or was taken over by a later start")
-        if not outcome.entries[0]:
+        if guard is not None and [one.create_revision for one in found[1]] != [guard.create_revision]:
+            raise LeftOut("this worker's job is over, or was taken over by a later start")
+        if not found[0]:
             return Entry(key, b"", 0, 0, 0, 0)
-        standing = outcome.entries[0][0]
+        standing = found[0][0]
         return None if standing.value == stamped else standing  # same stamp: an attempt without answer was applied
 
 
