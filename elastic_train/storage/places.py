@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -25,9 +24,9 @@ from elastic_train.storage.snapshot import (
     SnapshotInfo,
     SnapshotPlace,
     find_snapshots,
-    info_of,
     is_snapshot,
     is_there,
+    manifest_of,
     name_of,
     open_verified,
     read_info,
@@ -137,7 +136,7 @@ def _is_whole_copy(place: SnapshotPlace, info: SnapshotInfo, key: bytes | None, 
         SnapshotError: the place holds another snapshot, or may do so: a copy must not replace the only one.
     """
     try:
-        there = read_manifest(place, key) if isinstance(place, Path) else info_of(place.read_manifest(), place, key)
+        there = read_manifest(place, key)
     except SnapshotDamaged as error:
         raise SnapshotError(f"{error}: move it out of the way first") from error
     if (there.run_uid, there.files) != (info.run_uid, info.files):
@@ -161,7 +160,7 @@ def _open_whole(
         for info in infos:
             try:
                 file = stack.enter_context(open_verified(info))
-                found = info, _manifest_of(info), file
+                found = info, manifest_of(info.path), file
             except SnapshotUnread as error:
                 if is_one:
                     raise
@@ -171,16 +170,6 @@ def _open_whole(
                 yield found
                 return
     raise SnapshotError(f"no whole snapshot in {snapshots_in(place)}")
-
-
-def _manifest_of(info: SnapshotInfo) -> dict[str, Any]:
-    """The whole manifest, with its signature, which is valid at any place. Raises: SnapshotDamaged."""
-    if not isinstance(info.path, Path):
-        return info.path.read_manifest()
-    try:
-        return dict(json.loads((info.path / MANIFEST_FILE).read_bytes()))
-    except OSError as error:
-        raise SnapshotDamaged(f"snapshot {info.path}: {MANIFEST_FILE} cannot be read: {cause_of(error)}") from error
 
 
 def snapshots_in(path: SnapshotPlace | SnapshotFolder) -> SnapshotFolder:

@@ -133,12 +133,19 @@ def read_info(path: SnapshotPlace, key: bytes | None = None) -> SnapshotInfo:
     return info
 
 
-def read_manifest(path: Path, key: bytes | None = None) -> SnapshotInfo:
+def read_manifest(path: SnapshotPlace, key: bytes | None = None) -> SnapshotInfo:
+    return info_of(manifest_of(path), path, key)
+
+
+def manifest_of(path: SnapshotPlace) -> dict[str, Any]:
+    """The whole manifest, with its signature, which is valid at any place. Raises: SnapshotDamaged."""
+    if not isinstance(path, Path):
+        return path.read_manifest()
     try:
         data = (path / MANIFEST_FILE).read_bytes()
     except OSError as error:
         raise SnapshotDamaged(f"snapshot {path}: {MANIFEST_FILE} cannot be read: {cause_of(error)}") from error
-    return info_of(parse_manifest(data, path, FORMAT_VERSION), path, key)
+    return parse_manifest(data, path, FORMAT_VERSION)
 
 
 def parse_manifest(data: bytes, path: SnapshotPlace, wanted_version: int) -> dict[str, Any]:
