@@ -182,9 +182,7 @@ def from_own(source: str, text: str) -> PreemptionNotice | None:
 
 def to_own(notice: PreemptionNotice | None) -> str:
     """Write a notice as JSON for `from_own`."""
-    if notice is None:
-        return "null"
-    return json.dumps(notice.to_fields())
+    return json.dumps(notice and notice.to_fields())
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

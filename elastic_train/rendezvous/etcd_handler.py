@@ -242,7 +242,7 @@ class AgentsHandler(RendezvousHandler):
         if self._keeper.is_alive():  # it would grant the lease again that is ended here
             self._keeper.join(2 * FAREWELL_SECONDS)
         with suppress(StoreUnreachable, StoreRefused, LeftOut):
-            store = self._store.with_timeouts(FAREWELL_SECONDS, FAREWELL_SECONDS / 2, lambda _why: None)
+            store = self._store.with_timeouts(FAREWELL_SECONDS, FAREWELL_SECONDS / 2)
             self._lease.end(store.etcd)
             deadline = time.monotonic() + FAREWELL_SECONDS
             others = {*self._members} - {self._node} if self._server is not None else set()
@@ -353,7 +353,7 @@ class AgentsHandler(RendezvousHandler):
 
     def _keep(self) -> None:
         turn = self._lease.seconds_between
-        store = self._store.with_timeouts(turn, min(2.0, turn), lambda _why: None)
+        store = self._store.with_timeouts(turn, min(2.0, turn))
         while not self._is_ending.wait(min(1.0, self._lease_seconds / 3)):
             try:
                 self._lease.keep()

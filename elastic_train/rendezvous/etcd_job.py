@@ -166,7 +166,7 @@ class NodeLease:
         half of the shorter lease at most."""
         self.silence.look()
         turn = self.seconds_between
-        store = self.store.with_timeouts(2 * turn, min(2.0, turn), lambda _why: None)
+        store = self.store.with_timeouts(2 * turn, min(2.0, turn))
         self.job.keep(store.etcd)
         with self._lock:
             lease = self.lease

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -62,10 +62,9 @@ class EtcdStore:
             standing = self._write([self.etcd.is_at(key, standing.mod_revision)], key, stamped)
         return value
 
-    def with_timeouts(self, deadline: float, attempt_seconds: float, before_retry: Callable[[str], None]) -> EtcdStore:
+    def with_timeouts(self, deadline: float, attempt_seconds: float) -> EtcdStore:
         """Return the same store with other timeouts."""
-        etcd = replace(self.etcd, deadline=deadline, attempt_seconds=attempt_seconds, before_retry=before_retry)
-        return replace(self, etcd=etcd)
+        return replace(self, etcd=replace(self.etcd, deadline=deadline, attempt_seconds=attempt_seconds))
 
     def under(self, lease: int) -> EtcdStore:
         """Return the same store with another lease for its keys."""

@@ -138,9 +138,6 @@ class RunDirectory:
             self.ownership = OwnershipWithSnapshots(self.path, self.snapshots_dir, now=now)
         self._known_identity = ""
 
-    def __repr__(self) -> str:
-        return f"RunDirectory({str(self.path)!r})"
-
     def create(self) -> None:
         """Create the directory if it is missing, and check that files can be created in it. Each writer creates its own
         folder below.

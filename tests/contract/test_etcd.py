@@ -124,7 +124,7 @@ def test_a_dead_member_costs_one_try(trio: OwnEtcd, etcd: Etcd) -> None:
 
 
 def test_a_frozen_member_does_not_block(trio: OwnEtcd, etcd: Etcd) -> None:
-    impatient = EtcdStore(etcd).with_timeouts(PATIENCE, 1.0, lambda _why: None)
+    impatient = EtcdStore(etcd).with_timeouts(PATIENCE, 1.0)
     at_endpoint_of(etcd, trio, 2)
     with frozen(trio.members[2]):
         started = time.monotonic()

@@ -219,7 +219,7 @@ def test_certificates_that_were_renewed_are_read_anew(tmp_path: Path) -> None:
         store.put("/x", "before")
         cluster.members[0].kill()
         shutil.rmtree(folder)
-        impatient = store.with_timeouts(2.0, 1.0, lambda _why: None)
+        impatient = store.with_timeouts(2.0, 1.0)
         with pytest.raises(StoreUnreachable):  # nothing worse, in the middle of the renewal
             impatient.put("/x", "lost")
         folder.mkdir()
