@@ -94,11 +94,9 @@ class Etcd:
         ranges = (part for part in response.responses if part.WhichOneof("response") == "response_range")
         return response.succeeded, [[entry_of(entry) for entry in part.response_range.kvs] for part in ranges]
 
-    def delete(self, key: str, *, is_prefix: bool = False) -> int:
-        """Delete the key, or all keys that begin with it. Return the revision of that; 0 if there was no key."""
-        request = self.delete_request(key, is_prefix=is_prefix).request_delete_range
-        response = self._call(lambda client: client.kvstub.DeleteRange, request)
-        return int(response.header.revision) if response.deleted else 0
+    def delete(self, key: str) -> None:
+        """Delete the key, which may not exist."""
+        self.transact((), [self.delete_request(key)])
 
     # --- the parts of a transaction -----------------------------------------------------------------------------------
 

@@ -360,7 +360,7 @@ def test_a_newcomer_restarts_nobody_once_one_agent_is_through(trio: OwnEtcd, is_
                 barrier = exit_barrier_keys("late", 0)[0].partition("/")[2]
                 found[0].store.add(barrier, 1)  # as torch/distributed/elastic/utils/store.py
             newcomer = threads.submit(agents[2].next_rendezvous)
-            wait_until(lambda: agents[0]._names("waiting"), "a newcomer", PATIENCE)
+            wait_until(lambda: agents[0]._keys.below("waiting"), "a newcomer", PATIENCE)
             if is_one_through:
                 until = time.monotonic() + 4.0
                 while time.monotonic() < until:

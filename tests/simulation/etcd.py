@@ -68,12 +68,10 @@ class EtcdServer:
     def range(self, request: Any) -> Any:
         return self._rpc.RangeResponse(header={"revision": self._revision}, kvs=self._found(request))
 
-    def delete_range(self, request: Any) -> Any:
-        found = self._found(request)
+    def _delete_range(self, request: Any) -> None:
         self._revision += 1
-        for one in found:
+        for one in self._found(request):
             del self._keys[one.key]
-        return self._rpc.DeleteRangeResponse(header={"revision": self._revision}, deleted=len(found))
 
     def _put(self, request: Any) -> None:
         before = self._keys.get(request.key)
@@ -103,7 +101,7 @@ class EtcdServer:
             if part.HasField("request_put"):
                 self._put(part.request_put)
             elif part.HasField("request_delete_range"):
-                self.delete_range(part.request_delete_range)
+                self._delete_range(part.request_delete_range)
             else:
                 responses.append({"response_range": self.range(part.request_range)})
         return self._rpc.TxnResponse(header={"revision": self._revision}, succeeded=succeeded, responses=responses)
@@ -156,9 +154,7 @@ class SimConnections(Connections):
         super().__init__(settings)
         self._process, self._server, self._is_known = process, server, is_known
         self.clock, self.sleep = process.clock, process.sleep  # type: ignore[method-assign]
-        self.kvstub = SimpleNamespace(
-            Range=self._stub(server.range), Txn=self._stub(server.txn), DeleteRange=self._stub(server.delete_range)
-        )
+        self.kvstub = SimpleNamespace(Range=self._stub(server.range), Txn=self._stub(server.txn))
         keep_alive = self._stub(server.keep_alive)
         self.leasestub = SimpleNamespace(
             LeaseGrant=self._stub(server.grant),

@@ -46,9 +46,7 @@ class Near(Connections):
         self.granted: list[int] = []
         self.server = server = EtcdServer(SimpleNamespace(kernel=SimpleNamespace(now=0.0, after=lambda *_: None)))  # type: ignore[arg-type]
         self.clock, self.sleep = lambda: self.now, self._pass  # type: ignore[method-assign]
-        self.kvstub = SimpleNamespace(
-            Range=self._stub(server.range), Txn=self._transact, DeleteRange=self._stub(server.delete_range)
-        )
+        self.kvstub = SimpleNamespace(Range=self._stub(server.range), Txn=self._transact)
         keep_alive = self._stub(server.keep_alive)
         self.leasestub = SimpleNamespace(
             LeaseGrant=self._stub(self._grant, is_slow=True),
