@@ -317,15 +317,20 @@ def _save_last(
     fleet: Fleet | None,
 ) -> SnapshotResult:
     """Save the last state. On a full disk older snapshots make room, unless branches have parted: they belong to both.
+    Others may take that room, so the warning, whose event may lie on that disk, comes last.
     Raises: as `SnapshotWriter.save`."""
-    is_stop = state.stopped_at == state.step
+    is_stop, removed = state.stopped_at == state.step, list[str]()
     try:
-        return writer.save(state.state_dict(), **position, fleet=fleet, is_stop=is_stop)
-    except SnapshotError as error:
-        cause = error.__cause__
-        is_full = isinstance(cause, OSError) and cause.errno in DISK_FULL
-        removed = writer.make_room(state.state_dict()) if is_full and not state.branches else []
-        if not removed:
-            raise
-    warn(f"no room for the state of step {state.step}: removed {', '.join(removed)}")
-    return writer.save(state.state_dict(), **position, fleet=fleet, is_stop=is_stop)
+        while True:
+            try:
+                return writer.save(state.state_dict(), **position, fleet=fleet, is_stop=is_stop)
+            except SnapshotError as error:
+                cause = error.__cause__
+                is_full = isinstance(cause, OSError) and cause.errno in DISK_FULL
+                more = writer.make_room(state.state_dict()) if is_full and not state.branches else []
+                if not more:
+                    raise
+                removed += more
+    finally:
+        if removed:
+            warn(f"no room for the state of step {state.step}: removed {', '.join(removed)}")

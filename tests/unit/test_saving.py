@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -509,3 +510,26 @@ def test_a_last_line_says_where_the_state_is_not_saved(start: Start, monkeypatch
         assert "THIS STATE IS NOT SAVED" in saver.unsaved(state)
     assert saver.save_and_wait(state)
     assert saver.unsaved(state) == "", "there was room at the next try"
+
+
+def test_where_the_room_for_the_last_state_is_taken_again_more_is_made(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events and the ledger lie on the same disk, and a snapshot that was removed has exactly the size of the next."""
+    training = start(snapshot_every=1, keep_snapshots=5)
+    training.steps(4)
+    save, num_full = SnapshotWriter.save, iter((1, 2))
+
+    def save_unless_full(writer: SnapshotWriter, *arguments: Any, **position: Any) -> SnapshotResult:
+        assert not training.events("warning"), "its line would take the room"
+        if next(num_full, None) is None:
+            return save(writer, *arguments, **position)
+        raise SnapshotError("the disk is full") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(SnapshotWriter, "save", save_unless_full)
+    training.state.commit(0.5)
+    assert training.saver.save_and_wait(training.state)
+    assert sorted(kept(training)) == [3, 4, 5]
+    [warning] = training.events("warning")
+    removed = ", ".join(f"step-00000000000{step}-gen-0000-{training.worker.host}" for step in (1, 2))
+    assert warning["message"] == f"no room for the state of step 5: removed {removed}"
