@@ -138,7 +138,8 @@ def source_of(
             tell_also(signal.SIGUSR1, slurm.hear)
             return lambda: slurm
         case "file":
-            return lambda: FileSource(Path(flag.target))
+            path = Path(flag.target).absolute()  # now: the code that is trained may change the working directory
+            return lambda: FileSource(path)
     return lambda: EndpointSource(flag.target)
 
 

@@ -22,7 +22,7 @@ from elastic_train.notices.kubernetes import KubernetesSource
 from elastic_train.notices.metadata import LINK_LOCAL, ask
 from elastic_train.notices.notice import NoticeSource, NoticeUnreadable
 from elastic_train.notices.own_sources import EndpointSource, FileSource, Relay, SlurmSource
-from elastic_train.notices.watcher import NoticeWatcher
+from elastic_train.notices.watcher import NoticeWatcher, source_of
 from elastic_train.preemption import (
     Fit,
     NoticesFlag,
@@ -536,6 +536,19 @@ def test_what_kubernetes_forbids_is_told_once_and_asked_again(known: Path, tmp_p
     assert "may not get pods" in pods
     assert "may not get nodes" in nodes
     assert "secret" not in pods + nodes
+
+
+def test_a_relative_file_is_that_of_the_start_wherever_the_code_that_is_trained_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    find = source_of(NoticesFlag("file", "gone"), pytest.fail, lambda signum, _tell: pytest.fail(f"{signum}"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    source = find()
+    assert source is not None
+    (tmp_path / "gone").touch()
+    assert said(source.look()) == ("notice", None, True)
 
 
 def test_a_file(tmp_path: Path) -> None:
