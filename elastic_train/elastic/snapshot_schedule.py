@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from elastic_train.runlog.event_types import IntervalChanged
+from elastic_train.runlog.goodput import Phase
 from elastic_train.snapshot_interval import (
     SnapshotInterval,
     best_interval,
@@ -178,7 +179,9 @@ class SnapshotSchedule:
         if not self._interval.is_auto or cost is None:
             return None
         failures = self._count_failures(state.incidents)
-        failure_seconds = mean_failure_seconds(sum(state.clock.totals().values()), failures)
+        seconds = state.clock.totals()
+        seconds.pop(Phase.DOWN, None)  # nothing can fail then; and two clocks, of which one may be wrong, measure it
+        failure_seconds = mean_failure_seconds(sum(seconds.values()), failures)
         best = best_interval(cost, failure_seconds)
         is_near = self.seconds <= KEPT_FACTOR * best and best <= KEPT_FACTOR * self.seconds
         if failures == self._decided_at and is_near:
