@@ -366,7 +366,7 @@ def state_sha256(model_state: Mapping[str, Any]) -> str:
 
 def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a tensor's content, detached, as dense tensors: for a sparse one its indices and values."""
-    tensor = tensor.detach()
+    tensor = tensor.int_repr() if tensor.is_quantized else tensor.detach()  # torch crashes in view() of a quantized one
     if tensor.layout is torch.strided:
         yield tensor.resolve_conj().resolve_neg()
         return

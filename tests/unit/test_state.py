@@ -512,6 +512,13 @@ class TestHash:
         tensors = {"w": torch.ones(2)}
         assert state_sha256(tensors | {"_extra_state": {"scale": 2}}) == state_sha256(tensors)
 
+    @pytest.mark.filterwarnings("ignore:.*quantize")
+    def test_quantized_tensors_by_their_integers(self) -> None:
+        one = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
+        other = torch.quantize_per_tensor(torch.zeros(2), 0.5, 0, torch.qint8)
+        assert state_sha256({"w": one}) == hashlib.sha256(b"wtorch.qint8(2,)\x02\x02").hexdigest()
+        assert hash_of({"w": one}) == hash_of({"w": one.clone()}) != hash_of({"w": other})
+
     @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
     def test_sparse_tensors_by_their_entries(self, layout: torch.layout) -> None:
         eye = torch.eye(3)
