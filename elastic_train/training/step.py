@@ -78,7 +78,8 @@ def train_step(
                 f"the loss of step {state.step + 1} (epoch {state.epoch + 1}) is {totals.loss}; {OF_DIVERGED}. "
                 "Lower --lr, give --clip-grad-norm, or look at the data of that step (--ledger writes it)"
             )
-        state.kept.buffers.put_back()  # an overflow in one forward pass must not stay in BatchNorm's statistics
+        if state.is_step_open:  # else a peer's state was loaded within the step
+            state.kept.buffers.put_back()  # an overflow in one forward pass must not stay in BatchNorm's statistics
     try:
         if state.scaler:
             state.scaler.step(state.optimizer)

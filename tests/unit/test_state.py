@@ -655,6 +655,22 @@ def test_an_overflow_that_the_scaler_skips_leaves_no_trace_in_the_statistics() -
     assert all(parameter.isfinite().all() for parameter in state.model.parameters())
 
 
+def test_a_newcomer_keeps_the_statistics_that_it_is_sent_in_a_step_that_the_scaler_skips() -> None:
+    """Its state comes beside its first step, after what it had was kept."""
+    state, peer = make_state(), make_state()
+    state.scaler = torch.amp.GradScaler("cpu")
+    peer.model(torch.full((4, 4), 3.0))
+
+    class Overflowing:
+        def run(self, _share: object, _loss: object, scale: Any, votes: object) -> StepTotals:
+            scale(state.model(torch.full((4, 4), torch.inf)).sum()).backward()
+            state.load_state_dict(peer.state_dict(), is_peers=True)
+            return StepTotals(float("inf"), (0, 0, 0))
+
+    train_step(state, [], Overflowing(), lambda *_: torch.zeros(()), (0, 0, 0))
+    check_same_bits(dict(state.model.named_buffers()), dict(peer.model.named_buffers()))
+
+
 @pytest.mark.parametrize("layout", ["dense", "sparse"])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_a_loss_that_is_nan_over_finite_gradients_is_no_overflow(scale: float, layout: str) -> None:
