@@ -276,7 +276,8 @@ def check_state(config: Config, task: Task, state: TrainState) -> None:
     """Raise UsageError where there is no training set, or the model cannot be trained, or not in ordered mode."""
     if state.length == 0:
         raise UsageError(f"the training set of {task.name} is empty: there is nothing to train on")
-    require_values(state.model)
+    for name, module in state.kept.modules.items():
+        require_values(module, f"extras[{name!r}]" if name else "the model")
     if config.reduction == "ordered":
         check_model(state.model)
 

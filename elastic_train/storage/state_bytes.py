@@ -252,7 +252,7 @@ def rebuilt(value: Any, of_tensor: Callable[[torch.Tensor], Any], where: str = "
         if kind in leaves:
             return value
         if isinstance(value, torch.Tensor):
-            if _is_made_of_others(value) and not _can_be_read(value):
+            if value.is_meta or (_is_made_of_others(value) and not _can_be_read(value)):
                 raise _refused(value, where)
             return of_tensor(value)
         if kind is list or kind is tuple:  # most items are leaves
@@ -285,9 +285,9 @@ def _plain(value: Any) -> Any:
 
 
 def _refused(value: object, where: str) -> SnapshotError:
-    kind = type(value)
+    kind, place = type(value), " on the meta device, without values" if getattr(value, "is_meta", False) else ""
     return SnapshotError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}: a snapshot takes tensors and plain Python values "
+        f"{where} is a {kind.__module__}.{kind.__qualname__}{place}: a snapshot takes tensors and plain Python values "
         "only; convert it in the state_dict() that it comes from"
     )
 

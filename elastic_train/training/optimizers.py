@@ -28,13 +28,13 @@ def build_optimizer(
     return torch.optim.SGD(parameter_groups, lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
-def require_values(model: nn.Module) -> None:
-    """Raises: UsageError: a parameter or buffer has a shape but no values."""
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+def require_values(module: nn.Module, what: str = "the model") -> None:
+    """Raises: UsageError: a parameter or buffer of `module` has a shape but no values. `what` names the module."""
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if tensor.is_meta:
             raise UsageError(
-                f"{name} of the model is on the meta device, where it has no values: build the model outside of "
-                'torch.device("meta"), or call model.to_empty(device="cpu") and load or initialise its weights, before '
+                f"{name} of {what} is on the meta device, where it has no values: build the module outside of "
+                'torch.device("meta"), or call its to_empty(device="cpu") and load or initialise its weights, before '
                 "its optimizer is made"
             )
 

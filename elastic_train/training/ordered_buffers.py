@@ -266,7 +266,7 @@ def made_with_nan(module: nn.Module) -> set[str]:
     """Return the names of buffers that hold NaN now, when the module is new: by design. NaN that comes later, or in
     weights, is damage. Blocks for the device."""
     buffers = module.named_buffers(remove_duplicate=False)
-    return {name for name, buffer in buffers if not is_lazy(buffer) and _has_nan(buffer)}
+    return {name for name, buffer in buffers if not (is_lazy(buffer) or buffer.is_meta) and _has_nan(buffer)}
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:

@@ -151,6 +151,7 @@ def test_a_view_does_not_bring_its_storage_along() -> None:
         ({"lr": np.zeros(1)}, r"state\['lr'\] is a numpy.ndarray"),
         ({"at": np.datetime64("2026-01-01")}, r"state\['at'\] is a datetime.date"),
         ({np.int64(1): np.longdouble(1)}, r"state\[1\] is a numpy.longdouble"),
+        ({"x": torch.ones(2, device="meta")}, r"state\['x'\] is a torch.Tensor on the meta device, without values: a"),
         ({"d": {("a", 1): 1}}, r"a key of state\['d'\] is a builtins.tuple"),
     ],
 )

@@ -34,6 +34,7 @@ from elastic_train.rules import require_agreement
 from elastic_train.storage import store_arms
 from elastic_train.storage.store_arms import MemoryArm, PlainArm
 from elastic_train.training.data_identity import identify_state
+from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import ImageClassification, Task
 
 CPU = torch.device("cpu")
@@ -86,12 +87,14 @@ def test_a_model_without_values_is_one_line() -> None:
         make_state(Config(), Hollow(), CPU)
 
 
-def test_a_model_with_a_part_without_values_is_one_line() -> None:
+@pytest.mark.parametrize("named", ["the model", r"extras\['d'\]"])
+def test_a_module_with_a_part_without_values_is_one_line(named: str) -> None:
     """Wherever the rest of it is, and whoever has built it."""
-    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1, affine=False, device="meta"))
-    state = make_state(Config(), ImageClassification("digits", "mlp"), CPU)
-    state.model = model
-    with pytest.raises(UsageError, match=r"^1\.running_mean of the model is on the meta device"):
+    whole, hollow = nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1, affine=False, device="meta"))
+    model, other = (hollow, whole) if named == "the model" else (whole, hollow)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainState(model, optimizer, length=4, global_batch_size=4, epochs=1, extras={"d": other})
+    with pytest.raises(UsageError, match=rf"^1\.running_mean of {named} is on the meta device"):
         check_state(Config(), ImageClassification("digits", "mlp"), state)
 
 
