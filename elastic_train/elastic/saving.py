@@ -141,6 +141,7 @@ class Saver:
 
     def save(self, state: TrainState) -> None:
         """Save in the background; returns when the state is copied."""
+        _warn_of_shapes(state, self._unfit, self._reporter.warn)
         with state.clock.during(Phase.SNAPSHOT):
             if self.owes_best(state):
                 self._make_room_for_best(state)
@@ -307,6 +308,18 @@ def _told_once(told: set[str], warn: Callable[[str], None]) -> Iterator[None]:
         if str(error) not in told:
             told.add(str(error))
             warn(f"no snapshot of this state can be made: {error}; training goes on, and nothing newer is saved")
+
+
+def _warn_of_shapes(state: TrainState, told: set[str], warn: Callable[[str], None]) -> None:
+    """Warn where no start could load the state, once for each such set of buffers. `told` as `_told_once`'s."""
+    found = ", ".join(name for shapes in state.kept.saved_shapes.values() for name in shapes.changed())
+    if found and found not in told:
+        told.add(found)
+        warn(
+            "no restart and no newcomer can load this state, in which buffers were made, dropped or resized since the "
+            f"start, as by a forward pass: {found}. Make them in the constructor in their final size, or with "
+            "persistent=False"
+        )
 
 
 def _save_last(

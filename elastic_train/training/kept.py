@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from elastic_train.errors import UsageError
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.optimizers import parameters_beside, parameters_of, parts_of
-from elastic_train.training.ordered_buffers import made_with_nan, make_writable
+from elastic_train.training.ordered_buffers import SavedShapes, made_with_nan, make_writable
 from elastic_train.wording import count
 
 Buffers = dict[str, torch.Tensor | None]
@@ -44,6 +44,7 @@ class KeptStep:
         """the model ("") and the modules among the extras, by name"""
         self.made_with_nan = {name: made_with_nan(one) for name, one in self.modules.items()}
         """of each module, the buffers that hold NaN by design"""
+        self.saved_shapes = {name: SavedShapes(one) for name, one in self.modules.items()}
         self.buffers = KeptBuffers(model, extras)
         self.updates = KeptUpdates(model, optimizer, extras, self.buffers)
         # A scaler adapts its scale to the gradients; after a broken reduction these differ between the ranks.

@@ -262,6 +262,31 @@ def _view_like(flat: Tensor, parameter: Tensor) -> Tensor:
     return start.view(parameter.size())
 
 
+class SavedShapes:
+    """The shapes that a module's saved buffers have now, when it is new. Left out are layers that load in a way of
+    their own, and may accept other shapes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        own, layers = nn.Module._load_from_state_dict, module.named_modules()
+        plain = [(place, one) for place, one in layers if type(one)._load_from_state_dict is own]
+        self._made = [(place, one, _shapes(one)) for place, one in plain if not one._load_state_dict_pre_hooks]
+
+    def changed(self) -> list[str]:
+        """Return the names of buffers that were made, dropped or resized since: a new start cannot load them."""
+        return [
+            f"{place}.{name}" if place else name
+            for place, layer, made in self._made
+            if made != (now := _shapes(layer))
+            for name in sorted(made.keys() | now.keys())
+            if made.get(name) != now.get(name)
+        ]
+
+
+def _shapes(layer: nn.Module) -> dict[str, torch.Size]:
+    saved = layer._buffers.keys() - layer._non_persistent_buffers_set
+    return {name: one.shape for name, one in layer._buffers.items() if name in saved and one is not None}
+
+
 def made_with_nan(module: nn.Module) -> set[str]:
     """Return the names of buffers that hold NaN now, when the module is new: by design. NaN that comes later, or in
     weights, is damage. Blocks for the device."""

@@ -20,15 +20,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from elastic_train.config import Config
 from elastic_train.elastic import evaluations
 from elastic_train.elastic.evaluations import Evaluations
+from elastic_train.elastic.loading import load
 from elastic_train.elastic.result import config_of
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.saving_together import save_together
-from elastic_train.elastic.worker import Worker, build
+from elastic_train.elastic.worker import Worker, build, make_state
 from elastic_train.errors import SnapshotError
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.rules import Activity
@@ -184,6 +186,25 @@ def test_what_cannot_be_saved_from_the_first_step_on_is_an_error_at_once(start: 
     with nullcontext() if takes_over else pytest.raises(SnapshotError, match=r"\['judge'\]\['best'\] is a numpy"):
         training.steps(2)
     assert len(training.events("warning")) == takes_over
+
+
+def test_a_buffer_that_no_start_has_is_told_before_one_fails(start: Start) -> None:
+    training = start(snapshot_every=2)
+    model = training.state.model
+    training.steps(1)
+    assert not training.events("warning")
+    model.register_buffer("cache", torch.ones(2), persistent=False)
+    model.register_buffer("queue", torch.ones(2))
+    assert training.steps(4) == [2.0, 4.0], "it may be loaded by hand"
+    [warning] = training.events("warning")
+    assert ": queue. Make" in warning["message"]
+    assert warning["message"].startswith("no restart and no newcomer can load this state, ")
+    with pytest.raises(SnapshotError, match=r"it has 1 tensor too many \(queue\)"):
+        load(
+            make_state(Config(model="mlp"), training.worker.task, torch.device("cpu")),
+            training.state.state_dict(),
+            "it",
+        )
 
 
 @pytest.mark.parametrize(

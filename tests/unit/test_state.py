@@ -20,6 +20,7 @@ from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.kept import KeptBuffers, leave_no_trace
 from elastic_train.training.optimizers import build_optimizer, parts_of
+from elastic_train.training.ordered_buffers import SavedShapes
 from elastic_train.training.reduction import StepTotals
 from elastic_train.training.state import TrainState, learning_rate_factor, modes_kept, state_sha256, total_steps
 from elastic_train.training.state_hash import hash_of, plain_hashes, tensors_of
@@ -483,6 +484,20 @@ def test_buffers_that_are_made_with_nan_are_known_whatever_becomes_of_others() -
     state = TrainState(model, optimizer, length=8, global_batch_size=8, epochs=9, extras=extras)
     model[0].running_mean.fill_(math.nan)  # type: ignore[operator,union-attr]
     assert state.kept.made_with_nan == {"": {"1.fill", "1.graph"}, "critic": {"0.fill", "0.graph"}}
+
+
+def test_buffers_are_known_that_a_new_start_cannot_load() -> None:
+    """But not of layers that load in a way of their own, as lazy ones do."""
+    part = nn.Module()
+    for name in ("kept", "dropped", "resized", "cache"):
+        part.register_buffer(name, torch.ones(2), persistent=name != "cache")
+    part.register_buffer("later", None)
+    model = nn.Sequential(part, nn.LazyBatchNorm1d())
+    shapes = SavedShapes(model)
+    assert not shapes.changed()
+    model[1](torch.ones(3, 2))
+    part.kept, part.dropped, part.resized, part.cache, part.later = torch.zeros(2), None, *[torch.ones(3)] * 3
+    assert shapes.changed() == ["0.dropped", "0.later", "0.resized"]
 
 
 class TestHash:
