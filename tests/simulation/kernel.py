@@ -57,8 +57,11 @@ class Task:
 
     def wait(self, seconds: float) -> None:
         """Let others go on; until `wake`, or for so many seconds of real time."""
-        self.kernel.after(seconds, self._resume, self._ticket)
-        self.kernel.hub.switch()
+        if self.kernel.skips(self, seconds):
+            self._ticket += 1
+        else:
+            self.kernel.after(seconds, self._resume, self._ticket)
+            self.kernel.hub.switch()
 
     def wake(self) -> None:
         self.kernel.after(0.0, self._resume, self._ticket)
@@ -81,14 +84,25 @@ class Kernel:
         self.hub = getcurrent()
         self.current: Task | None = None
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._count = 0
+        self._count, self._until = 0, 0.0
 
     def after(self, seconds: float, run: Callable[..., None], *arguments: Any) -> None:
         self._count += 1
         heapq.heappush(self._events, (self.now + seconds, self._count, run, arguments))
 
+    def skips(self, task: Task, seconds: float) -> bool:
+        """Take the turn of the running task at once, where nothing else is to happen before it: the clock alone moves.
+        Return False where others go first, or the task is held up, or each turn is looked at."""
+        events, later = self._events, self.now + seconds
+        is_held = task.is_stuck or task.process.is_frozen or not task.process.is_alive
+        if is_held or later > self._until or (events and events[0][0] <= later) or self.on_turn is not None:
+            return False
+        self.now = later
+        self.turns += 1
+        return True
+
     def run(self, until: float) -> None:
-        events = self._events
+        events, self._until = self._events, until
         while events and events[0][0] <= until:
             self.now, _, run, arguments = heapq.heappop(events)
             run(*arguments)

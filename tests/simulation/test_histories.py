@@ -15,7 +15,7 @@ from tests.simulation.plan import Fault, Plan
 from tests.simulation.processes import two_processes
 from tests.simulation.simulator import Simulation, failures_of, shrink
 
-NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_HISTORIES", "2400"))
+NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_HISTORIES", "2700"))
 """of all forms together"""
 FIRST_SEED = int(os.environ.get("ELASTIC_TRAIN_FIRST_SEED", "0"))
 CHUNK = 50
@@ -70,6 +70,17 @@ def test_no_history_breaks_a_law(kind: str, record_property: Callable[[str, obje
             for seed in seeds:
                 pytest.fail(f"seed {seed}: {report(DRAWN[kind][0](seed))}")
     record_property("histories", f"{len(chunks) * CHUNK} drawn histories, seeds from {FIRST_SEED} on: {kind}")
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_a_wait_that_is_skipped_changes_nothing(kind: str) -> None:
+    found = []
+    for on_turn in (None, lambda _task: None):  # nothing is skipped where each turn is looked at
+        simulation = Simulation(DRAWN[kind][0](FIRST_SEED))
+        simulation.kernel.on_turn = on_turn
+        simulation.run()
+        found.append((simulation.notes, simulation.kernel.turns, simulation.kernel.random.random()))
+    assert found[0] == found[1]
 
 
 def turns_of(plan: Plan, first: float, last: float) -> list[float]:
