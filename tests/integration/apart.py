@@ -13,20 +13,20 @@ from elastic_train.storage.snapshot import find_snapshots
 from elastic_train.tools.audit.audit import Audit, audit
 from elastic_train.tools.audit.node_directories import as_one_run
 from elastic_train.tools.audit.record import PACE_FILE, PACE_VARIABLE, set_pace
-from elastic_train.tools.drills.backends import PORT
+from elastic_train.tools.drills.backends import C10d
 from elastic_train.tools.drills.network import Network
 from elastic_train.tools.drills.nodes import Node, clean_environment, dying_with_parent, wait_until
 from tests.integration.cluster import events
 
-TRAIN_SECONDS = 120.0
+TRAIN_SECONDS = 300.0
 """for the start of some nodes on a busy machine"""
 
 
 class Apart:
-    """The nodes of one job under c10d.
+    """The nodes of one job.
 
     Args:
-        endpoint: as --rdzv-endpoint takes it; by default it lists the addresses of all.
+        rendezvous: torchrun's flags for it; by default those of c10d, with the addresses of all.
         num_steps: that a world must commit before the next thing happens.
         is_shared: whether they have one run directory.
     """
@@ -38,13 +38,13 @@ class Apart:
         flags: Sequence[str],
         *,
         num_steps: int,
-        endpoint: str | None = None,
+        rendezvous: Sequence[str] = (),
         is_shared: bool = False,
     ) -> None:
         self.network, self.path = network, path
         self.run_dirs = [path / ("run" if is_shared else f"run{index}") for index in range(network.num_nodes)]
         self._flags, self._num_steps = flags, num_steps
-        self._endpoint = endpoint or ",".join(f"{address}:{PORT}" for address in network.addresses)
+        self._rendezvous = rendezvous or C10d(network).torchrun_flags()
         self._pace_file = path / PACE_FILE
         self.nodes: dict[int, Node] = {}
 
@@ -56,8 +56,8 @@ class Apart:
         """Start these nodes, the first one of which is to begin; `last_call`: seconds that it waits for others."""
         for index in indices:
             command = [
-                sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d",
-                f"--rdzv-endpoint={self._endpoint}", f"--nnodes=1:{self.network.num_nodes}",
+                sys.executable, "-m", "torch.distributed.run", *self._rendezvous,
+                f"--nnodes=1:{self.network.num_nodes}",
                 f"--rdzv-conf=last_call_timeout={last_call}", "-m", "elastic_train", "--run-dir",
                 str(self.run_dirs[index]), *self._flags,
             ]  # fmt: skip

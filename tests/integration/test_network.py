@@ -17,15 +17,15 @@ import pytest
 
 from elastic_train.tools.audit.audit import audit
 from elastic_train.tools.audit.record import FOLDER, Record
-from elastic_train.tools.drills.backends import PORT, backend_of
+from elastic_train.tools.drills.backends import PORT, C10d, Etcd3, backend_of
 from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
-from elastic_train.tools.drills.network import Network
+from elastic_train.tools.drills.network import HUB_ADDRESS, Network
 from elastic_train.tools.drills.nodes import wait_until
 from tests.cuts import cut_pair, split
 from tests.integration.apart import Apart, ending
 from tests.integration.cluster import check_ledger, events, outcomes, result, running
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1200)
 FLAGS = ("--ledger", "--epochs", "100000", "--eval-every", "100000", "--peer-timeout", "2", "--no-progress")
 NUM_STEPS = 20
 """that a world must commit to be called settled"""
@@ -224,7 +224,7 @@ def test_power_is_lost_and_a_node_comes_back(job: Cluster) -> None:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The hash of the state to which the paced job comes in one process."""
     with running(tmp_path_factory.mktemp("undisturbed")) as alone:
-        alone.finish([alone.start_alone(*FLAGS, *PACED)])
+        alone.finish([alone.start_alone(*FLAGS, *PACED)], timeout=600)
         return str(result(alone.run_dir)["state_sha256"])
 
 
@@ -235,40 +235,111 @@ def network() -> Iterator[Network]:
         yield network
 
 
+@pytest.fixture(params=[C10d.name])
+def four(network: Network, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Apart]:
+    """Its nodes, each with a run directory of its own, that have trained together."""
+    backend = backend_of(request.param, network)
+    with contextlib.closing(backend):
+        backend.start()
+        flags = (*FLAGS, *PACED)
+        with ending(Apart(network, tmp_path, flags, num_steps=FEW_STEPS, rendezvous=backend.torchrun_flags())) as nodes:
+            nodes.set_pace(PACE)
+            nodes.start(*range(4))
+            nodes.train(ALL)
+            yield nodes
+            assert backend.stop() == [], "nothing of the job is left there"
+
+
+SPLITS = {
+    "2-2": ([0, 3], [1, 2]),
+    "1-3": ([0], [1, 2, 3]),
+    "3-1": ([0, 1, 3], [2]),
+    "2-1-1": ([0, 2], [1], [3]),
+    "1-2-1": ([0], [1, 3], [2]),
+}
+"""groups by rank, the first of which keeps the hub, with etcd"""
+BY_VOTES = {"2-2": 0, "1-3": 1, "3-1": 0, "2-1-1": 0}
+"""the group that goes on where votes decide, if any"""
+ETCD3 = pytest.mark.parametrize("four", [Etcd3.name], indirect=True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("groups", "goes_on"),
-    [
-        pytest.param(([0, 3], [1, 2]), 0, id="2-2"),
-        pytest.param(([0], [1, 2, 3]), 1, id="1-3"),
-        pytest.param(([0, 1, 3], [2]), 0, id="3-1"),
-        pytest.param(([0, 2], [1], [3]), 0, id="2-1-1"),
-        pytest.param(([0], [1, 3], [2]), None, id="1-2-1"),
-    ],
-)
-def test_four_nodes_are_split(
-    network: Network, tmp_path: Path, undisturbed: str, groups: tuple[list[int], ...], goes_on: int | None
-) -> None:
-    """Groups by rank. One of them at most goes on, and the others wait; whole again, all train to the end together."""
-    with ending(Apart(network, tmp_path, (*FLAGS, *PACED), num_steps=FEW_STEPS)) as nodes:
-        nodes.set_pace(PACE)
-        nodes.start(*range(4))
-        by_rank = nodes.by_rank(nodes.train(ALL)[0])
-        split(network, *([by_rank[rank] for rank in group] for group in groups))
-        inside = [] if goes_on is None else [by_rank[rank] for rank in groups[goes_on]]
-        outside = [index for index in by_rank if index not in inside]
-        wait_until(lambda: all(map(nodes.waits, outside)), "word of those that wait", 60)
-        before = {index: nodes.steps_of(index) for index in outside}
-        wait_until(lambda: all(map(nodes.has_saved, outside)), "what they have, in case that no other is left", 60)
-        found = nodes.train(dict.fromkeys(inside, len(inside))) if inside else []
-        assert {frozenset(nodes.by_rank(world)) for world in found} <= {frozenset(inside)}
-        assert {index: nodes.steps_of(index) for index in outside} == before, "not a step of those that wait"
-        assert {nodes.last_world(index)["generation"] for index in outside} == {0}
-        for index in by_rank:
-            network.heal(index)
-        nodes.train(ALL)
-        nodes.set_pace(0.0)
-        check_end(nodes, undisturbed)
+@pytest.mark.parametrize("form", SPLITS)
+def test_four_nodes_are_split(four: Apart, undisturbed: str, form: str) -> None:
+    """One group at most goes on, and the others wait; whole again, all train to the end together."""
+    groups = groups_of(four, form)
+    split(four.network, *groups)
+    check_that_one_goes_on(four, groups[BY_VOTES[form]] if form in BY_VOTES else [])
+    mend(four, undisturbed)
+
+
+@pytest.mark.slow
+@ETCD3
+@pytest.mark.parametrize("form", SPLITS)
+def test_of_a_split_the_group_that_reaches_etcd_goes_on(four: Apart, undisturbed: str, form: str) -> None:
+    """However small it is: the majority waits."""
+    groups = groups_of(four, form)
+    split(four.network, *groups)
+    check_that_one_goes_on(four, groups[0])
+    mend(four, undisturbed)
+
+
+@pytest.mark.slow
+@ETCD3
+def test_rank_0_alone_loses_etcd_and_then_another_node_falls_silent(four: Apart, undisturbed: str) -> None:
+    """The first costs the members nothing. Of the three that are left another one claims, for rank 0 as well."""
+    world = four.last_world(0)
+    by_rank = four.by_rank(world)
+    four.network.hide(by_rank[0], [HUB_ADDRESS])
+    wait_until(lambda: "nobody finds the job there" in four.nodes[by_rank[0]].text(), "its warning", 60)
+    four.train(ALL)
+    assert {four.last_world(index)["generation"] for index in by_rank} == {0}, "nobody re-formed"
+    four.network.pull_cable(by_rank[3])
+    check_that_one_goes_on(four, by_rank[:3])
+    mend(four, undisturbed)
+
+
+@pytest.mark.slow
+@ETCD3
+def test_all_but_one_lose_their_power_and_come_back(four: Apart, undisturbed: str) -> None:
+    """The one of the highest rank goes on by its claim; the same command brings the others back."""
+    *dead, last = four.by_rank(four.last_world(0))
+    for index in dead:
+        four.network.pull_cable(index)
+    for index in dead:
+        four.nodes[index].kill()
+    four.train({last: 1})
+    for index in dead:
+        four.network.heal(index)
+    four.set_pace(10 * PACE)  # it must not come to the end meanwhile
+    four.start(*dead)
+    mend(four, undisturbed)
+
+
+def groups_of(nodes: Apart, form: str) -> list[list[int]]:
+    by_rank = nodes.by_rank(nodes.last_world(0))
+    return [[by_rank[rank] for rank in group] for group in SPLITS[form]]
+
+
+def check_that_one_goes_on(nodes: Apart, inside: list[int]) -> None:
+    """These nodes train as one world, and all others wait, with what they have saved."""
+    outside = [index for index in nodes.nodes if index not in inside]
+    wait_until(lambda: all(map(nodes.waits, outside)), "word of those that wait", 60)
+    before = {index: nodes.steps_of(index) for index in outside}
+    wait_until(lambda: all(map(nodes.has_saved, outside)), "what they have, in case that no other is left", 60)
+    found = nodes.train(dict.fromkeys(inside, len(inside))) if inside else []
+    assert {frozenset(nodes.by_rank(world)) for world in found} <= {frozenset(inside)}
+    assert {index: nodes.steps_of(index) for index in outside} == before, "not a step of those that wait"
+    assert {nodes.last_world(index)["generation"] for index in outside} == {0}
+
+
+def mend(nodes: Apart, state_sha256: str) -> None:
+    """All hear each other, and train together to the end."""
+    for index in nodes.nodes:
+        nodes.network.heal(index)
+    nodes.train(ALL)
+    nodes.set_pace(0.0)
+    check_end(nodes, state_sha256)
 
 
 def check_end(nodes: Apart, state_sha256: str) -> None:
@@ -288,7 +359,8 @@ def test_a_newcomer_finds_the_job_after_the_first_endpoint_is_gone_for_good(tmp_
     has_directory = by == "the run directory"
     with contextlib.closing(Network(3)) as network:
         endpoint = ",".join(f"{network.address(index)}:{PORT}" for index in range(1 if has_directory else 2))
-        given = Apart(network, tmp_path, FLAGS, num_steps=NUM_STEPS, endpoint=endpoint, is_shared=has_directory)
+        flags = ("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
+        given = Apart(network, tmp_path, FLAGS, num_steps=NUM_STEPS, rendezvous=flags, is_shared=has_directory)
         with ending(given) as nodes:
             nodes.start(0, 1, last_call=3)
             nodes.train({0: 2, 1: 2})
