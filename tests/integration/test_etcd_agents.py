@@ -130,5 +130,7 @@ def waiting(cluster: Cluster) -> int:
 
 
 def rounds(cluster: Cluster) -> int:
+    """The number of rounds so far; etcd has the newest, and perhaps the one before."""
     assert cluster.etcd is not None
-    return sum("/rounds/" in key for key in cluster.etcd.keys())  # noqa: SIM118
+    found = (key.rpartition("/") for key in cluster.etcd.keys())  # noqa: SIM118
+    return max((int(number) + 1 for place, _, number in found if place.endswith("/rounds")), default=0)
