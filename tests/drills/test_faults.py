@@ -69,7 +69,8 @@ def test_a_second_death_hits_a_re_form_or_comes_too_late(
             if event == "world":
                 del members[0]
             of_event = {"step": 5, "members": members} if event == "world" else {"step": 6, "loss": 1.0}
-            events.write({"event": event, "time": time.time(), "generation": 3 - len(members), **of_event})
+            of_all = {"event": event, "time": time.time(), "generation": 3 - len(members), "world_size": len(members)}
+            events.write(of_all | of_event)
 
     cluster = Mock(watch=RunWatch(tmp_path), kill=kill)
     fault = KillAgain(cluster, random.Random(1), 5.0, targets=targets)

@@ -106,9 +106,10 @@ def test_an_orphan_of_a_worker_is_seen_and_ended(tmp_path: Path, monkeypatch: py
 
 def test_under_c10d_nodes_meet_at_each_other(tmp_path: Path) -> None:
     apart = C10d(Mock(addresses=["10.0.0.1", "10.0.0.2"]))
-    assert apart.torchrun_flags() == ["--rdzv-backend=c10d", "--rdzv-endpoint=10.0.0.1:29400,10.0.0.2:29400"]
+    flags = ["--rdzv-backend=c10d", "--rdzv-endpoint=10.0.0.1:29400,10.0.0.2:29400", "--nnodes=1:2"]
+    assert apart.launcher(0, 2, 3)[-4:] == [*flags, "--nproc-per-node=3"]
     backend = C10d(None)
-    assert backend.torchrun_flags()[1] == f"--rdzv-endpoint=localhost:{backend.port}"
+    assert f"--rdzv-endpoint=localhost:{backend.port}" in backend.launcher(0, 2, 1)
     assert backend.stop() == []
     listen = f"import socket, time; s = socket.create_server(('localhost', {backend.port})); time.sleep(600)"
     node = Node([sys.executable, "-c", listen], tmp_path / "node.log", tmp_path, clean_environment())

@@ -12,7 +12,7 @@ import torch
 from elastic_train.errors import ElasticTrainError, SnapshotError
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.bench import snapshot_cost
-from elastic_train.tools.bench.goodput_of_trace import NUM_NODES, Ours, Restarts, Torchft, Trace
+from elastic_train.tools.bench.goodput_of_trace import NUM_NODES, Restarts, Torchft, Trace
 from elastic_train.tools.bench.goodput_of_trace import measure as measure_goodput
 from elastic_train.tools.bench.loop_speed import Effort, Launched, LoopCase, lower_bound, measure
 from elastic_train.tools.bench.loop_speed import rows_of as rows_of_loops
@@ -29,11 +29,12 @@ from elastic_train.tools.bench.snapshot_cost import RIVALS as SAVING
 from elastic_train.tools.bench.snapshot_cost import rows_of as rows_of_snapshots
 from elastic_train.tools.bench.startup import measure as measure_startup
 from elastic_train.tools.bench.startup import rows_of
+from elastic_train.tools.drills.backends import backend_of
 from elastic_train.tools.drills.nodes import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 
-RIVALS = {"restarts": Restarts, "torchft": Torchft}
+RIVALS = {"restarts": lambda _: Restarts(None), "torchft": Torchft}
 
 
 @pytest.mark.slow
@@ -142,8 +143,8 @@ def test_every_contender_goes_on_after_a_death_and_with_a_newcomer(kind: str, tm
     if kind == "torchft":
         pytest.importorskip("torchft")
     run_dir = tmp_path / "run"
-    contender = RIVALS[kind](run_dir) if kind in RIVALS else Ours(kind, run_dir)
-    found = measure_goodput(contender, Trace(seconds=40.0, every=40.0))
+    backend = RIVALS[kind](tmp_path / "log") if kind in RIVALS else backend_of(kind, None)
+    found = measure_goodput(backend, run_dir, Trace(seconds=40.0, every=40.0))
     assert 0.0 < found < 1.05
     history = read_history(run_dir)
     sizes = [step.world_size for step in history.kept]

@@ -21,29 +21,25 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any
 
-from elastic_train.runlog.reader import newest_first
+from torch.distributed import TCPStore
+
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.lives import Step
-from elastic_train.tools.audit.record import PACE_VARIABLE
+from elastic_train.tools.audit.record import Record
 from elastic_train.tools.bench import table
+from elastic_train.tools.bench.recovery_time import ENDLESS
 from elastic_train.tools.bench.table import BenchRow
 from elastic_train.tools.drills.backends import C10d, Etcd3, backend_of
+from elastic_train.tools.drills.cluster import Cluster
 from elastic_train.tools.drills.jobs import BUNDLED_TASK
-from elastic_train.tools.drills.nodes import (
-    Node,
-    clean_environment,
-    dying_with_parent,
-    free_port,
-    is_listening,
-    kill_at_once,
-    wait_until,
-)
+from elastic_train.tools.drills.nodes import Node, clean_environment, dying_with_parent, is_listening, wait_until
+from elastic_train.tools.drills.program import BUNDLED_PROGRAM, DrilledProgram
 
 SEED = 1
 NUM_NODES = 3
@@ -55,6 +51,7 @@ START_SECONDS = 120.0
 UNDISTURBED_SECONDS = 8.0
 """for each world size before the first death"""
 LIMIT = 0.97
+RIVALS = "elastic_train.tools.bench.rivals"
 
 
 @dataclass(frozen=True)
@@ -79,100 +76,53 @@ THOROUGH = Trace(120.0, 20.0)
 QUICK = Trace(20.0, 20.0)
 
 
-class Ours:
-    """This package under torchrun, with a backend of its drills."""
+class Restarts(C10d):
+    """The standard tutorial's script, `restarts` of rivals.py; its nodes meet at a store in this process."""
 
-    def __init__(self, backend: str, run_dir: Path) -> None:
-        self.name = backend
-        self.run_dir = run_dir
-        self._backend = backend_of(backend, None, run_id="goodput")
-        self.start, self.close = self._backend.start, self._backend.close
-
-    def command(self, number: int) -> list[str]:
-        return [
-            sys.executable, "-m", "torch.distributed.run", *self._backend.torchrun_flags(), f"--nnodes=1:{NUM_NODES}",
-            "-m", "elastic_train", "--run-dir", str(self.run_dir), "--task", BUNDLED_TASK,
-            "--epochs", "1000000", "--eval-every", "1000000", "--no-progress",
-        ]  # fmt: skip
-
-
-class AtServer:
-    """A contender whose nodes meet at a server process outside of all nodes."""
-
-    server: ClassVar[str]
-    """the server's name"""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self._port = free_port()
-        self._node: Node | None = None
-
-    def server_command(self) -> list[str]:
-        raise NotImplementedError
-
-    def start(self) -> None:
-        """Start the server; blocks until it accepts connections."""
-        command = [*dying_with_parent(), *self.server_command()]
-        self._node = Node(command, self.run_dir / f"{self.server}.log", Path.cwd(), clean_environment())
-        wait_until(lambda: is_listening(self._port), self.server, START_SECONDS)
-
-    def close(self) -> None:
-        if self._node is not None:
-            self._node.end()
-
-
-class Restarts(AtServer):
-    """The standard tutorial's script: `restarts` of rivals.py."""
-
-    server = "store"
     name = "torchrun's restarts"
+    program = DrilledProgram(("--no-python", sys.executable, "-m", RIVALS, "restarts"))
     environment = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     """otherwise every restart waits for a store that died with its node"""
 
-    def server_command(self) -> list[str]:
-        program = "import signal, sys; from torch.distributed import TCPStore\n"
-        program += "store = TCPStore('localhost', int(sys.argv[1]), is_master=True, wait_for_workers=False)\n"
-        return [sys.executable, "-c", f"{program}signal.pause()", str(self._port)]
+    def start(self) -> None:
+        self._store = TCPStore("localhost", self.port, is_master=True, wait_for_workers=False)
 
-    def command(self, number: int) -> list[str]:
+    def launcher(self, number: int, num_nodes: int, num_workers: int) -> list[str]:
         return [
-            "env", self.environment, sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d",
-            f"--rdzv-endpoint=localhost:{self._port}", "--rdzv-id=goodput", f"--nnodes=1:{NUM_NODES}",
+            "env", self.environment, *super().launcher(number, num_nodes, num_workers), "--rdzv-id=goodput",
             "--max-restarts=1000", "--monitor-interval=0.1",
             "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1",
-            "--no-python", sys.executable, "-m", "elastic_train.tools.bench.rivals", "restarts", str(self.run_dir),
         ]  # fmt: skip
 
 
-class Torchft(AtServer):
-    """Replicas of torchft, and its lighthouse off the nodes: `replicas` of rivals.py."""
+class Torchft(C10d):
+    """Replicas of torchft, `replicas` of rivals.py, which meet at its lighthouse off the nodes, without torchrun."""
 
-    server = "lighthouse"
     name = "torchft"
+    program = DrilledProgram(())
     flags = ("--min_replicas=1", "--heartbeat_timeout_ms=1000", "--join_timeout_ms=100", "--quorum_tick_ms=100")
+
+    def __init__(self, log: Path) -> None:
+        """`log`: a file for what the lighthouse prints."""
+        super().__init__(None)
+        self._log = log
 
     @staticmethod
     def is_installed() -> bool:
         return importlib.util.find_spec("torchft") is not None
 
-    def server_command(self) -> list[str]:
+    def start(self) -> None:
         program = shutil.which("torchft_lighthouse", path=str(Path(sys.executable).parent)) or "torchft_lighthouse"
-        return [program, f"--bind=[::]:{self._port}", *self.flags]
+        command = [*dying_with_parent(), program, f"--bind=[::]:{self.port}", *self.flags]
+        self._lighthouse = Node(command, self._log, Path.cwd(), clean_environment())
+        wait_until(lambda: is_listening(self.port), "lighthouse", START_SECONDS)
 
-    def command(self, number: int) -> list[str]:
-        return [
-            sys.executable, "-m", "elastic_train.tools.bench.rivals", "replicas", str(self.run_dir),
-            f"http://localhost:{self._port}", str(number), str(NUM_NODES),
-        ]  # fmt: skip
+    def close(self) -> None:
+        self._lighthouse.end()
 
-
-Contender: TypeAlias = Ours | Restarts | Torchft
-"""a way to train on nodes that come and go; `command` is that of a node, numbered from 0"""
-
-
-def start_node(contender: Contender, number: int, environment: Mapping[str, str]) -> Node:
-    log = contender.run_dir / f"node{number}-{time.time_ns()}.log"
-    return Node([*dying_with_parent(), *contender.command(number)], log, Path.cwd(), environment)
+    def launcher(self, number: int, num_nodes: int, _num_workers: int) -> list[str]:
+        lighthouse = f"http://localhost:{self.port}"
+        return [sys.executable, "-m", RIVALS, "replicas", lighthouse, str(number), str(num_nodes)]
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -183,17 +133,17 @@ def run(quick: bool) -> dict[str, Any]:
 def measure_all(trace: Trace, with_rivals: bool) -> list[BenchRow]:
     with tempfile.TemporaryDirectory(prefix="elastic-train-bench-") as scratch:
         folder = Path(scratch)
-        ours = {name: measure(Ours(name, folder / name), trace) for name in (C10d.name, Etcd3.name)}
+        ours = {name: measure(backend_of(name, None), folder / name, trace) for name in (C10d.name, Etcd3.name)}
         rows = [row(name, found, "the limit", LIMIT) for name, found in ours.items()]
         if not with_rivals:
             return rows
-        rivals: list[Contender] = [Restarts(folder / "restarts")]
+        rivals: list[Restarts | Torchft] = [Restarts(None)]
         if Torchft.is_installed():
-            rivals.append(Torchft(folder / "torchft"))
+            rivals.append(Torchft(folder / "lighthouse.log"))
         else:
             print("torchft is not installed (pip install 'elastic_train[bench]'): without its rows", file=sys.stderr)
         for rival in rivals:
-            theirs = measure(rival, trace)
+            theirs = measure(rival, folder / rival.name, trace)
             rows += [row(name, found, rival.name, theirs) for name, found in ours.items()]
         return rows
 
@@ -202,33 +152,27 @@ def row(name: str, ours: float, rival: str, theirs: float) -> BenchRow:
     return BenchRow.of_rates(f"{name} beside {rival}", [ours], [theirs], "goodput")
 
 
-def measure(contender: Contender, trace: Trace) -> float:
-    """Run a contender and return its goodput: 1.0 is the undisturbed job at the world sizes that were present. Blocks
-    for the trace and the start of its nodes.
+def measure(backend: C10d | Etcd3, run_dir: Path, trace: Trace) -> float:
+    """Run a job, ours or a rival's, and return its goodput: 1.0 is the undisturbed job at the world sizes that were
+    present. Blocks for the trace and the start of its nodes.
 
     Raises:
         TooSlow: the nodes never train together.
     """
     chance = random.Random(SEED)
-    run_dir = contender.run_dir
-    run_dir.mkdir()
-    pace = run_dir / "pace"
-    pace.write_text(str(SECONDS_PER_SAMPLE))
-    environment = clean_environment() | {PACE_VARIABLE: str(pace)}
-    nodes: dict[int, Node] = {}
+    program, flags = BUNDLED_PROGRAM, ["--task", BUNDLED_TASK, *ENDLESS]
+    if isinstance(backend, Restarts | Torchft):
+        program, flags = backend.program, []
     quiet: list[Quiet] = []
-    with ExitStack() as ends:
-        ends.callback(contender.close)
-        contender.start()
-
-        def start(number: int) -> None:
-            nodes[number] = start_node(contender, number, environment)
-            ends.callback(nodes[number].end)
-
-        for number in range(NUM_NODES):
-            start(number)
-            size = number + 1
-            wait_for_world(run_dir, size)
+    with (
+        closing(Record(run_dir)) as record,
+        closing(Cluster(run_dir, record, flags, num_nodes=NUM_NODES, backend=backend, program=program)) as cluster,
+    ):
+        cluster.set_pace(SECONDS_PER_SAMPLE)
+        backend.start()
+        for size, place in enumerate(cluster.places, 1):
+            cluster.start(place)
+            wait_for_world(cluster, size)
             quiet.append(Quiet(size, time.time(), time.time() + UNDISTURBED_SECONDS))
             time.sleep(UNDISTURBED_SECONDS)
         began = time.time()
@@ -236,21 +180,21 @@ def measure(contender: Contender, trace: Trace) -> float:
             killed_at = began + cycle * trace.every
             back_at = killed_at + BACK_AFTER
             sleep_until(killed_at)
-            tell_of_ends(contender, nodes)
-            victim = chance.randrange(NUM_NODES)
-            kill_at_once([nodes[victim]])
+            tell_of_ends(cluster)
+            victim = chance.choice(cluster.places)
+            cluster.kill([victim])
             quiet.append(Quiet(NUM_NODES - 1, killed_at, back_at))
             sleep_until(back_at)
-            start(victim)
+            cluster.start(victim)
             quiet.append(Quiet(NUM_NODES, back_at, killed_at + trace.every))  # full size: the victim has joined
         sleep_until(began + trace.seconds)
-        tell_of_ends(contender, nodes)
+        tell_of_ends(cluster)
     history = read_history(run_dir)
     kept = [step for step in history.kept if began < step.time <= began + trace.seconds]
     step_seconds = undisturbed(history.kept, quiet)
     goodput = sum(step_seconds[step.world_size] for step in kept) / trace.seconds
     alone = ", ".join(f"{seconds * 1e3:.1f} ms with {size}" for size, seconds in step_seconds.items())
-    print(f"{contender.name}: {goodput:.3f}; undisturbed a step takes {alone}", file=sys.stderr, flush=True)
+    print(f"{backend.name}: {goodput:.3f}; undisturbed a step takes {alone}", file=sys.stderr, flush=True)
     return goodput
 
 
@@ -266,27 +210,19 @@ def undisturbed(kept: Sequence[Step], quiet: Sequence[Quiet]) -> dict[int, float
     return {size: statistics.fmean(found) for size, found in seconds.items()}
 
 
-def wait_for_world(run_dir: Path, size: int) -> None:
-    wait_until(lambda: world_size(run_dir) == size, f"world of {size} nodes", START_SECONDS)
+def wait_for_world(cluster: Cluster, size: int) -> None:
+    def is_there() -> bool:
+        cluster.poll()
+        return cluster.watch.world_size == size
+
+    wait_until(is_there, f"world of {size} nodes", START_SECONDS)
 
 
-def world_size(run_dir: Path) -> int | None:
-    """The world size of the newest step."""
-    newest = [
-        next((line for line in newest_first(path) if line["event"] == "step"), None)
-        for path in (run_dir / "events").glob("*.jsonl")
-    ]
-    last = max((line for line in newest if line is not None), key=lambda line: float(line["time"]), default=None)
-    return int(last["world_size"]) if last is not None else None
-
-
-def tell_of_ends(contender: Contender, nodes: Mapping[int, Node]) -> None:
+def tell_of_ends(cluster: Cluster) -> None:
     """Report nodes that ended by themselves: only the benchmark should. They start again after their turn to die."""
-    for number, node in nodes.items():
-        code = node.process.poll()
-        if code is not None:
-            told = f"{contender.name}: node {number} has ended by itself, with code {code}:\n{node.text()[-1000:]}"
-            print(told, file=sys.stderr, flush=True)
+    for place in cluster.poll():
+        told = f"{cluster.backend.name}: {place.name} has ended by itself: {cluster.last_words()}"
+        print(told, file=sys.stderr, flush=True)
 
 
 def sleep_until(moment: float) -> None:

@@ -42,6 +42,7 @@ SEED = 1
 SETTLE_SECONDS = 120.0
 MIN_STEPS = 20
 """steps that a world commits before the next change"""
+ENDLESS = ("--epochs", "1000000", "--eval-every", "1000000", "--no-progress")
 JOIN_LIMIT = 0.01
 """seconds that a join may cost the other nodes beyond one step"""
 LARGE_JOIN_LIMIT = 0.1
@@ -148,14 +149,15 @@ def training_nodes(
 ) -> Iterator[Cluster]:
     """Yield `number` nodes that train together as fast as they can; end all of them on exit. A `num_places` above
     `number` leaves room for joins; `more` is for `Cluster`."""
-    with closing(Record(run_dir)) as record:
-        endless = ("--epochs", "1000000", "--eval-every", "1000000", "--no-progress", *flags)
-        with closing(Cluster(run_dir, record, endless, num_nodes=num_places or number, **more)) as cluster:
-            cluster.backend.start()
-            for place in cluster.places[:number]:
-                cluster.start(place)
-            cluster.settle(number, MIN_STEPS, SETTLE_SECONDS)
-            yield cluster
+    with (
+        closing(Record(run_dir)) as record,
+        closing(Cluster(run_dir, record, [*ENDLESS, *flags], num_nodes=num_places or number, **more)) as cluster,
+    ):
+        cluster.backend.start()
+        for place in cluster.places[:number]:
+            cluster.start(place)
+        cluster.settle(number, MIN_STEPS, SETTLE_SECONDS)
+        yield cluster
 
 
 def rows_of(case: str, found: Sequence[dict[str, float]], limit: float, step: float = 0.0) -> list[BenchRow]:

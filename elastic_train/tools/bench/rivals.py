@@ -2,8 +2,8 @@
 
 Each rival trains the bundled job of a drill, and writes its steps as the events of a run.
 
-    torchrun ... --no-python python -m elastic_train.tools.bench.rivals restarts RUN_DIR
-    python -m elastic_train.tools.bench.rivals replicas RUN_DIR LIGHTHOUSE NUMBER NUM_REPLICAS
+    torchrun ... --no-python python -m elastic_train.tools.bench.rivals restarts --run-dir RUN_DIR
+    python -m elastic_train.tools.bench.rivals replicas LIGHTHOUSE NUMBER NUM_REPLICAS --run-dir RUN_DIR
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def replicas(run_dir: Path, lighthouse: str, number: int, num_replicas: int) -> 
 
 
 if __name__ == "__main__":
-    name, folder, *others = sys.argv[1:]
+    name, *others, _, folder = sys.argv[1:]
     if name == "restarts":
         restarts(Path(folder))
     else:

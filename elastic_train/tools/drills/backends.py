@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,10 +33,10 @@ class C10d:
         self._network = network
         self.port = free_port() if network is None else PORT
 
-    def torchrun_flags(self) -> list[str]:
-        """The flags of the rendezvous, once the backend has been started."""
+    def launcher(self, _number: int, num_nodes: int, num_workers: int) -> list[str]:
+        """What starts node `_number`, counted from 0, before its program; once the backend has been started."""
         hosts = ["localhost"] if self._network is None else self._network.addresses
-        return ["--rdzv-backend=c10d", f"--rdzv-endpoint={','.join(f'{host}:{self.port}' for host in hosts)}"]
+        return torchrun("c10d", ",".join(f"{host}:{self.port}" for host in hosts), num_nodes, num_workers)
 
     def start(self) -> None:
         """Do nothing: the first node starts the store."""
@@ -67,9 +68,9 @@ class Etcd3:
             self.members = EtcdCluster(Path(self._folder.name), ETCD_MEMBERS, **where)  # type: ignore[arg-type]
         self._is_running = False
 
-    def torchrun_flags(self) -> list[str]:
+    def launcher(self, _number: int, num_nodes: int, num_workers: int) -> list[str]:
         endpoint = self._endpoint if self.members is None else self.members.endpoint
-        return ["--rdzv-backend=etcd3", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={self._run_id}"]
+        return [*torchrun("etcd3", str(endpoint), num_nodes, num_workers), f"--rdzv-id={self._run_id}"]
 
     def start(self) -> None:
         if self._is_running:
@@ -104,6 +105,14 @@ class Etcd3:
             ends.callback(self._folder.cleanup)
             if self.members is not None:
                 ends.callback(self.members.end)
+
+
+def torchrun(backend: str, endpoint: str, num_nodes: int, num_workers: int) -> list[str]:
+    """torchrun for at most so many nodes, and with so many workers per node."""
+    return [
+        sys.executable, "-m", "torch.distributed.run", f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}",
+        f"--nnodes=1:{num_nodes}", f"--nproc-per-node={num_workers}",
+    ]  # fmt: skip
 
 
 def keys_of(endpoint: str, run_id: str, seconds: float) -> Sequence[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -107,8 +106,7 @@ class Cluster:
         notices = self._notice_of(place)
         notices.unlink(missing_ok=True)  # of the node before
         command = [
-            sys.executable, "-m", "torch.distributed.run", *self.backend.torchrun_flags(),
-            f"--nnodes=1:{len(self.places)}", f"--nproc-per-node={self._num_workers}",
+            *self.backend.launcher(place.index, len(self.places), self._num_workers),
             *self._program.words, "--run-dir", str(self.run_dir), *self._flags,
             *(["--notices", f"file:{notices}"] if self._hears_notices else []),
         ]  # fmt: skip

@@ -28,6 +28,8 @@ class RunWatch:
     step: int = 0
     """the newest committed step"""
     loss: float | None = None
+    world_size: int = 0
+    """of that step"""
     generation: int = -1
     """the newest generation; -1 before the first"""
     world: SeenWorld | None = None
@@ -52,7 +54,7 @@ class RunWatch:
         event = line.get("event")
         if event == "step":
             if line["generation"] >= self.generation and line["step"] >= self.step:
-                self.step, self.loss = int(line["step"]), float_of(line, "loss")
+                self.step, self.loss, self.world_size = int(line["step"]), float_of(line, "loss"), line["world_size"]
             world = self.world
             if world is not None and world.generation == line["generation"] and world.first_step_at is None:
                 world.first_step_at = float(line["time"])
