@@ -17,8 +17,8 @@ from elastic_train.rendezvous.launch import Launch
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.store_urls import parse_url
 from elastic_train.tools.check.facts import RendezvousFacts
-from elastic_train.tools.check.here import Measured, TrialDirectory, look_here, measure_snapshot, num_kept, trial_place
-from elastic_train.tools.check.trial_bucket import TrialBucket
+from elastic_train.tools.check.here import Measured, look_here, measure_snapshot, num_kept
+from elastic_train.tools.check.trial_place import TrialPlace, trial_place
 from elastic_train.training.tasks import Task
 
 
@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_check_makes_the_directory_and_leaves_nothing_in_it(path: Path) -> None:
     """Nodes that are looked at each for itself may have it in common."""
-    first, second = TrialDirectory(path), TrialDirectory(path)
+    first, second = TrialPlace(path), TrialPlace(path)
     for rank, directory in enumerate((first, second)):
         directory.leave_mark("token", rank)
         assert directory.error is None
@@ -43,13 +43,13 @@ def test_a_check_makes_the_directory_and_leaves_nothing_in_it(path: Path) -> Non
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    assert TrialDirectory(tmp_path).error == "Permission denied"
+    assert TrialPlace(tmp_path).error == "Permission denied"
 
 
 def test_a_path_that_can_never_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path, error in ((tmp_path / "file" / "snapshots", "Not a directory"), (Path("/proc/none"), "No such file")):
-        directory = TrialDirectory(path)
+        directory = TrialPlace(path)
         assert directory.error is not None
         assert directory.error.startswith(error)
 
@@ -58,7 +58,6 @@ def test_a_bucket_is_tried_and_left_empty(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}"
     config = Config(snapshot_dir=url, model="mlp")
     first, second = trial_place(config, tmp_path), trial_place(config, tmp_path)
-    assert isinstance(first, TrialBucket)
     measured = measure_snapshot(config, torch.device("cpu"), first, is_writer=True)
     assert measured is not None
     assert measured.bytes > 1000
@@ -120,7 +119,7 @@ def run_out_of_memory(*_arguments: object) -> None:
 
 
 def measure(task: type[Task], path: Path) -> Measured | None:
-    directory = TrialDirectory(path)
+    directory = TrialPlace(path)
     config = Config(task=f"{__name__}:{task.__name__}", snapshot_dir=str(path))
     try:
         return measure_snapshot(config, torch.device("cpu"), directory, is_writer=True)
@@ -153,7 +152,7 @@ def test_moments_that_do_not_fit_are_told(path: Path) -> None:
 
 @pytest.mark.parametrize("flags", [[], ["--device", "cpu"]])
 def test_a_worker_tells_which_device_was_asked_for(path: Path, flags: list[str]) -> None:
-    directory = TrialDirectory(path)
+    directory = TrialPlace(path)
     config, launch = parse(["--model", "mlp", *flags]), Launch.from_environment({}, None)
     try:
         found = look_here(config, launch, "127.0.0.1", directory, RendezvousFacts())

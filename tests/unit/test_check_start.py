@@ -17,7 +17,8 @@ from elastic_train.config import parse
 from elastic_train.rendezvous.launch import C10dSettings, Launch
 from elastic_train.tools.check.check_command import judge, of_the_job
 from elastic_train.tools.check.facts import Gathered, RendezvousFacts, Wanted, WorkerFacts
-from elastic_train.tools.check.here import look_here, trial_place
+from elastic_train.tools.check.here import look_here
+from elastic_train.tools.check.trial_place import trial_place
 from elastic_train.training.tasks import Task
 
 ALONE = Launch()

@@ -133,8 +133,9 @@ def gather(config: Config, launch: Launch, wanted: Wanted, arguments: argparse.N
     from elastic_train.elastic.barriers import Waits
     from elastic_train.elastic.connect import Applicant, connect_worker
     from elastic_train.storage.run_directory import default_run_dir
-    from elastic_train.tools.check.here import look_here, trial_place
+    from elastic_train.tools.check.here import look_here
     from elastic_train.tools.check.together import look_together, meet_others
+    from elastic_train.tools.check.trial_place import trial_place
 
     run_dir = config.run_dir or default_run_dir(launch.run_id.removesuffix(f"/{OWN_ID}"))
     directory = trial_place(config, run_dir)

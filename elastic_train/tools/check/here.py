@@ -7,13 +7,11 @@ import os
 import platform
 import shutil
 import socket
-import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +19,7 @@ from elastic_train.config import Config
 from elastic_train.elastic.membership import versions
 from elastic_train.elastic.process_group import choose_backend, choose_device, gpu_of
 from elastic_train.elastic.worker import check_start, check_state, make_state, make_task
-from elastic_train.errors import ElasticTrainError, SnapshotError, UsageError, cause_of, first_line, kind_and_line
+from elastic_train.errors import ElasticTrainError, UsageError, kind_and_line
 from elastic_train.notices.clouds import find_cloud
 from elastic_train.observe.metrics import Metrics
 from elastic_train.preemption import given_seconds, notices_flag
@@ -30,9 +28,8 @@ from elastic_train.rendezvous.launch import Launch
 from elastic_train.snapshot_interval import interval_of
 from elastic_train.storage.atomic_files import require_writable
 from elastic_train.storage.snapshot_writer import SnapshotWriter
-from elastic_train.storage.store_urls import is_url, parse_url
 from elastic_train.tools.check.facts import Gpu, RendezvousFacts, WorkerFacts
-from elastic_train.tools.check.trial_bucket import TrialBucket
+from elastic_train.tools.check.trial_place import TrialPlace
 from elastic_train.world import host_name
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -152,68 +149,6 @@ def describe_gpu(device: torch.device) -> Gpu | None:
     return Gpu(uuid=uuid, name=properties.name, free_bytes=free, total_bytes=total)
 
 
-@dataclass
-class TrialDirectory:
-    """The snapshot directory, created if needed, as by a worker's start; a check leaves nothing in it."""
-
-    path: Path
-    error: str | None = None
-    """why the directory is not writable"""
-
-    def __post_init__(self) -> None:
-        self.path = self.path.absolute()
-        self._marks: list[Path] = []
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.path).close()
-        except OSError as error:
-            self.error = cause_of(error)
-
-    @property
-    def free_bytes(self) -> int:
-        return shutil.disk_usage(self.path).free
-
-    @contextmanager
-    def trial(self) -> Iterator[Path]:
-        """Yield a place for snapshots, and remove it afterwards. Raises: OSError."""
-        with tempfile.TemporaryDirectory(prefix=".check-", dir=self.path) as path:
-            yield Path(path)
-
-    def leave_mark(self, token: str, rank: int) -> None:
-        """Write a file that shows the other workers whether they have the same directory."""
-        if self.error is not None:
-            return
-        mark = self._mark(token, rank)
-        try:
-            mark.touch()
-        except OSError as error:
-            self.error = cause_of(error)
-        else:
-            self._marks.append(mark)
-
-    def sees_mark(self, token: str, rank: int) -> bool:
-        return self.error is None and self._mark(token, rank).exists()
-
-    def _mark(self, token: str, rank: int) -> Path:
-        return self.path / f".check-{token}-{rank}"
-
-    def remove_marks(self) -> None:
-        for mark in self._marks:
-            mark.unlink(missing_ok=True)
-        self._marks.clear()
-
-
-TrialPlace: TypeAlias = TrialDirectory | TrialBucket
-
-
-def trial_place(config: Config, run_dir: Path) -> TrialPlace:
-    """Return the place of the snapshots. Raises: UsageError: --snapshot-dir is an invalid URL."""
-    given = config.snapshot_dir
-    if given is not None and is_url(given):
-        return TrialBucket(parse_url(str(given), "--snapshot-dir"))
-    return TrialDirectory(run_dir / "snapshots" if given is None else Path(given))
-
-
 def trained_by(config: Config) -> str:
     """The flags that choose the model and the data."""
     return f"--dataset {config.dataset} --model {config.model}" if config.task is None else f"--task {config.task}"
@@ -281,14 +216,8 @@ def measure_snapshot(
         raise
     except Exception as error:  # due to these gradients, not to the task: SparseAdam needs sparse ones, LBFGS a closure
         moments_error = kind_and_line(error)
-    try:
-        with directory.trial() as place:
-            writer = SnapshotWriter(place, keep=1, host=host_name(), run_uid="check", task={})
-            written = writer.save(state.state_dict(), step=1, epoch=0, samples_done=0, generation=0, world_size=1)
-    except OSError as error:
-        directory.error = cause_of(error)
-        return None
-    except SnapshotError as error:
-        directory.error = first_line(error)
-        return None
-    return Measured(written.bytes, written.total_seconds, state.last_step, moments_error)
+    with directory.noting_errors(), directory.trial() as place:
+        writer = SnapshotWriter(place, keep=1, host=host_name(), run_uid="check", task={})
+        written = writer.save(state.state_dict(), step=1, epoch=0, samples_done=0, generation=0, world_size=1)
+        return Measured(written.bytes, written.total_seconds, state.last_step, moments_error)
+    return None

@@ -18,7 +18,7 @@ from elastic_train.protocol.probes import Probe, probe
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.rules import common_backend
 from elastic_train.tools.check.facts import ALL_REDUCE_BYTES, SharedFacts, WorkerFacts, facts_of, to_json
-from elastic_train.tools.check.here import TrialPlace
+from elastic_train.tools.check.trial_place import TrialPlace
 from elastic_train.training.collectives import barrier
 from elastic_train.world import Member, World
 
