@@ -14,7 +14,7 @@ from typing import Any
 from elastic_train.errors import ElasticTrainError
 from elastic_train.runlog.reader import read_json
 from elastic_train.tools.audit.history import read_history
-from elastic_train.tools.drills.nodes import clean_environment, dying_with_parent
+from elastic_train.tools.drills.nodes import Node, clean_environment, dying_with_parent
 from elastic_train.tools.drills.program import BUNDLED_PROGRAM, DrilledProgram
 from elastic_train.tools.drills.watch import RunWatch
 
@@ -47,44 +47,25 @@ def undisturbed(
     """
     log("the same job undisturbed, to compare with ...")
     with tempfile.TemporaryDirectory(prefix="elastic-train-reference-") as folder:
-        return _run(flags, program, Path(folder), cwd, log, last_step)
-
-
-def _run(
-    flags: Sequence[str],
-    program: DrilledProgram,
-    folder: Path,
-    cwd: Path,
-    log: Callable[[str], None],
-    last_step: int | None,
-) -> dict[str, Any]:
-    run_dir, errors_path, started = folder / "run", folder / "log", time.monotonic()
-    watch = RunWatch(run_dir)
-    with errors_path.open("wb") as errors:
-        process = subprocess.Popen(
-            [*dying_with_parent(), sys.executable, *program.words, *flags, "--run-dir", str(run_dir)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            cwd=cwd,
-            env=clean_environment() | program.environment,
-        )
-    try:
-        while process.poll() is None:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(TELL_SECONDS)
-                break
-            seconds = time.monotonic() - started
-            if seconds > REFERENCE_SECONDS:
-                raise ReferenceFailed(f"the undisturbed run took more than {REFERENCE_SECONDS:.0f} s")
-            watch.poll()
-            log(f"undisturbed, {seconds:.0f} s: step {watch.step}{f' of {last_step}' if last_step else ''}")
-    finally:
-        process.kill()
-        process.wait()
-    result = read_json(run_dir / "result.json")
-    if process.returncode != 0 or result is None:
-        last = (errors_path.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-        raise ReferenceFailed(f"the undisturbed run ended with code {process.returncode}: {last}")
-    history = read_history(run_dir)
-    return result | {"early_loss": history.early_loss, "late_loss": history.late_loss}
+        run_dir, started = Path(folder, "run"), time.monotonic()
+        watch = RunWatch(run_dir)
+        command = [*dying_with_parent(), sys.executable, *program.words, *flags, "--run-dir", str(run_dir)]
+        node = Node(command, Path(folder, "log"), cwd, clean_environment() | program.environment)
+        try:
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    node.process.wait(TELL_SECONDS)
+                    break
+                seconds = time.monotonic() - started
+                if seconds > REFERENCE_SECONDS:
+                    raise ReferenceFailed(f"the undisturbed run took more than {REFERENCE_SECONDS:.0f} s")
+                watch.poll()
+                log(f"undisturbed, {seconds:.0f} s: step {watch.step}{f' of {last_step}' if last_step else ''}")
+        finally:
+            node.kill()
+        result = read_json(run_dir / "result.json")
+        if node.process.returncode != 0 or result is None:
+            last = (node.text().strip().splitlines() or ["it said nothing"])[-1]
+            raise ReferenceFailed(f"the undisturbed run ended with code {node.process.returncode}: {last}")
+        history = read_history(run_dir)
+        return result | {"early_loss": history.early_loss, "late_loss": history.late_loss}
