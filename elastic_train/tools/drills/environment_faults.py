@@ -67,15 +67,22 @@ class PacketLoss(Disturbance):
     name = "packet-loss"
     says = "a fifth of the packets to a node is lost for three seconds"
     needs_network = True
+    affected = "dropped"
 
     @classmethod
     def why_not(cls) -> str | None:
-        return Network.why_no(lambda network: network.drop_some(0, LOST_SHARE))
+        return Network.why_no(lambda network: cls.impair(network, 0))
+
+    @classmethod
+    def impair(cls, network: Network, index: int) -> Callable[[int], int]:
+        """Impair the line of node `index`; return what counts its affected packets."""
+        network.drop_some(index, LOST_SHARE)
+        return network.num_dropped
 
     def inject(self) -> str:
-        self.network.drop_some(self.place.index, LOST_SHARE)
-        seconds = _seconds_until(self.network.num_dropped, self.place, "packet was dropped")
-        return f"{LOST_SHARE:.0%} of what comes in is dropped, the first packet after {seconds:.2f} s"
+        count, started = self.impair(self.network, self.place.index), time.monotonic()
+        wait_until(lambda: count(self.place.index) > 0, f"packet was {self.affected}", EFFECT_SECONDS)
+        return f"the first packet was {self.affected} after {time.monotonic() - started:.2f} s"
 
     def may_take(self) -> list[Place]:
         """The target: TCP doubles its wait at each loss of the same packet, so a node may exceed --peer-timeout."""
@@ -89,22 +96,12 @@ class SlowLink(PacketLoss):
     name = "slow-link"
     says = "a node sends at 2 Mbit/s for three seconds"
     needs_company = True
+    affected = "held back"
 
     @classmethod
-    def why_not(cls) -> str | None:
-        return Network.why_no(lambda network: network.slow_down(0, SLOW_RATE))
-
-    def inject(self) -> str:
-        self.network.slow_down(self.place.index, SLOW_RATE)
-        seconds = _seconds_until(self.network.num_held_back, self.place, "packet was held back")
-        return f"{SLOW_RATE}, the first packet was held back after {seconds:.2f} s"
-
-
-def _seconds_until(count: Callable[[int], int], place: Place, what: str) -> float:
-    """Wait for the first affected packet and return the seconds. Raises: TooSlow: no packet was affected."""
-    started = time.monotonic()
-    wait_until(lambda: count(place.index) > 0, what, EFFECT_SECONDS)
-    return time.monotonic() - started
+    def impair(cls, network: Network, index: int) -> Callable[[int], int]:
+        network.slow_down(index, SLOW_RATE)
+        return network.num_held_back
 
 
 class DiskFull(Disturbance):
