@@ -89,7 +89,7 @@ def replace_data(cluster: EtcdCluster, member: EtcdMember) -> None:
     Blocks until it is healthy again. The others must have a majority.
     """
     other = next(one for one in cluster.members if one is not member)
-    number = f"{cluster.own_id(member):x}"
+    number = f"{cluster.ids(member)[0]:x}"
     member.kill()
     shutil.rmtree(member.path / member.name)
 

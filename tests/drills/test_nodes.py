@@ -48,7 +48,7 @@ needs_network = pytest.mark.skipif(Network.why_not() is not None, reason=f"no ne
 def node(tmp_path: Path) -> Iterator[Node]:
     node = Node([sys.executable, "-c", AGENT], tmp_path / "node.log", tmp_path, clean_environment())
     yield node
-    node.end()
+    node.kill()
 
 
 def whole(node: Node) -> list[psutil.Process]:
@@ -82,7 +82,7 @@ def test_a_worker_that_outlives_its_agent_is_seen_and_ended(node: Node) -> None:
     assert node.agent() is None
     assert node.workers() == [worker]
     assert set(node.all_processes()) == {worker, *children}
-    node.end()
+    node.kill()
     assert not any(map(is_running, [worker, *children]))
 
 
@@ -100,7 +100,7 @@ def test_an_orphan_of_a_worker_is_seen_and_ended(tmp_path: Path, monkeypatch: py
     assert cluster.leftovers() == [f"process {orphan.pid} of a node still runs"]
     cluster.close()
     assert not is_running(orphan)
-    node.end()
+    node.kill()
     record.close()
 
 
@@ -118,7 +118,7 @@ def test_under_c10d_nodes_meet_at_each_other(tmp_path: Path) -> None:
         assert not node.listens_at(backend.port + 1)
         assert backend.stop() == [f"port {backend.port} is still open"]
     finally:
-        node.end()
+        node.kill()
 
 
 def test_the_pid_of_an_ended_node_is_nobodys(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_the_pid_of_an_ended_node_is_nobodys(tmp_path: Path) -> None:
     node.wait(60)
     node.process.pid = psutil.Process().pid  # as if the kernel had given it out again
     assert node.all_processes() == []
-    node.end()
+    node.kill()
 
 
 def test_nodes_have_the_environment_but_for_what_launchers_leave(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,4 +135,4 @@ def ending(nodes: Apart) -> Iterator[Apart]:
         raise
     finally:
         for node in nodes.nodes.values():
-            node.end()
+            node.kill()

@@ -107,7 +107,7 @@ class Cluster:
 
     def end(self) -> None:
         for node in self.nodes:
-            node.end()
+            node.kill()
 
 
 # --- what a run left behind -------------------------------------------------------------------------------------------

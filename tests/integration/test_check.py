@@ -205,7 +205,7 @@ class TestInNamespaces:
             assert network.host_name(2) in found[0]
         finally:
             for node in nodes:
-                node.end()
+                node.kill()
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ class Torchft(C10d):
         wait_until(lambda: is_listening(self.port), "lighthouse", START_SECONDS)
 
     def close(self) -> None:
-        self._lighthouse.end()
+        self._lighthouse.kill()
 
     def launcher(self, number: int, num_nodes: int, _num_workers: int) -> list[str]:
         lighthouse = f"http://localhost:{self.port}"

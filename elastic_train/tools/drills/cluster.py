@@ -288,4 +288,4 @@ class Cluster:
             ends.callback(self._temporary.cleanup)
             ends.callback(lambda: end_processes(self._strays()))
             for node in self._seen:
-                ends.callback(node.end)
+                ends.callback(node.kill)

@@ -153,19 +153,16 @@ class EtcdCluster:
     def leader(self) -> EtcdMember:
         """Return the current leader; all members must answer. Raises EtcdCallFailed: one does not, or none leads."""
         for member in self.members:
-            if self._status(member)["leader"] == self.own_id(member):
+            own_id, its_leader = self.ids(member)
+            if own_id == its_leader:
                 return member
         raise EtcdCallFailed("no member leads")
 
-    def _status(self, member: EtcdMember) -> dict[str, object]:
+    def ids(self, member: EtcdMember) -> tuple[int, int]:
+        """Ask a member for its id in etcd, and for that of its leader. Raises EtcdCallFailed."""
         out = self.ctl("endpoint", "status", "--write-out=json", endpoint=member.endpoint)
-        return dict(json.loads(out)[0]["Status"])
-
-    def own_id(self, member: EtcdMember) -> int:
-        """Ask a member for its id in etcd. Raises EtcdCallFailed."""
-        header = self._status(member)["header"]
-        assert isinstance(header, dict)
-        return int(header["member_id"])
+        status = json.loads(out)[0]["Status"]
+        return int(status["header"]["member_id"]), int(status["leader"])
 
     def ctl(self, *arguments: str, endpoint: str | None = None, user: str | None = None, timeout: float = 10.0) -> str:
         """Run etcdctl and return its output. Blocks little longer than `timeout` seconds. Raises EtcdCallFailed."""

@@ -115,10 +115,6 @@ class Node:
         if (agent := self.agent()) is not None:
             agent.send_signal(signum)
 
-    def kill(self) -> None:
-        """Kill the agent and every worker; the node is gone when it returns."""
-        kill_at_once([self])
-
     def wait(self, timeout: float = 120.0) -> int:
         """Wait for the node's end and return its exit code. Raises TooSlow with the end of its log after `timeout`."""
         try:
@@ -146,8 +142,8 @@ class Node:
                     return True
         return False
 
-    def end(self) -> None:
-        """Kill everything that still runs, frozen or not; it is gone when it returns."""
+    def kill(self) -> None:
+        """Kill everything that still runs, frozen or not; the node is gone when it returns."""
         kill_at_once([self])
 
 
