@@ -306,11 +306,11 @@ def test_a_second_interrupt_leaves_nothing_behind() -> None:
 def test_a_node_that_does_not_go_keeps_no_other(tmp_path: Path) -> None:
     record = Record(tmp_path)
     cluster = Cluster(tmp_path, record, [], num_nodes=3, backend=Mock())
-    cluster._seen = [Mock(), Mock(**{"end.side_effect": TooSlow("it is still there")}), Mock()]
+    cluster._seen = [Mock(), Mock(**{"kill.side_effect": TooSlow("it is still there")}), Mock()]
     with pytest.raises(TooSlow, match="it is still there"):
         cluster.close()
     for node in cluster._seen:
-        node.end.assert_called_once()  # type: ignore[attr-defined]
+        node.kill.assert_called_once()  # type: ignore[attr-defined]
     cluster.backend.close.assert_called_once()  # type: ignore[attr-defined]
     record.close()
 

@@ -17,10 +17,9 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, TypeAlias
 
 from elastic_train.errors import ElasticTrainError
 from elastic_train.protocol.agreement import Decision
@@ -46,25 +45,15 @@ MEASURED = {
     "joined": ("one joins, likewise", "s"),
     "calls": ("calls of the proposer for it", ""),
 }
-"""field of `Found` -> words and unit of its row"""
+"""name -> words and unit of its row; messages and bytes are per second, calls are to other stores in one re-form"""
 WITH_DIGITS = ("messages", "bytes")
 """messages contain numbers, so their size grows with the digits of the world's size"""
 QUIET_SECONDS = 10.0
 DEADLINE_SECONDS = 240.0
 
 
-@dataclass(frozen=True)
-class Found:
-    """The measurements of one size. A pair is the mean and the busiest member; messages and bytes are per second."""
-
-    members: int
-    messages: tuple[float, float]
-    bytes: tuple[float, float]
-    killed: float
-    joined: float
-    """seconds, as `killed`"""
-    calls: tuple[float, float]
-    """to other members' stores, in one re-form"""
+Found: TypeAlias = Mapping[str, tuple[float, float]]
+"""what was measured at one size, by MEASURED: the mean and the busiest member, for seconds the same number twice"""
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -72,16 +61,16 @@ def run(quick: bool) -> dict[str, Any]:
     return table.report("membership", rows_of(measure_all(QUICK if quick else THOROUGH, QUIET_SECONDS)))
 
 
-def measure_all(sizes: Sequence[int], seconds: float) -> list[Found]:
+def measure_all(sizes: Sequence[int], seconds: float) -> dict[int, Found]:
     """Measure sizes until one is too large for this machine, and print that."""
-    found = []
+    found: dict[int, Found] = {}
     for size in sizes:
         try:
-            found.append(measure(size, seconds))
+            found[size] = measure(size, seconds)
         except TooMany as error:
             print(f"{size} members: {error}; the rest is by the formula", file=sys.stderr, flush=True)
             break
-        print(f"{found[-1]}", file=sys.stderr, flush=True)
+        print(f"{size} members: {found[size]}", file=sys.stderr, flush=True)
     return found
 
 
@@ -210,33 +199,27 @@ def measure(size: int, seconds: float) -> Found:
         after = job.sent()
         joined = job.join()
         pairs = [(a, b) for (_, a), (_, b) in zip(before, after, strict=True)]
-        return Found(
-            size, mean_and_most(messages), mean_and_most(sizes), killed, joined,
-            mean_and_most([b.calls - a.calls for a, b in pairs]),
-        )  # fmt: skip
+        calls = [b.calls - a.calls for a, b in pairs]
+        figures: tuple[Sequence[float], ...] = (messages, sizes, [killed], [joined], calls)
+        return {name: (statistics.mean(values), max(values)) for name, values in zip(MEASURED, figures, strict=True)}
     finally:
         job.end()
 
 
-def mean_and_most(values: Sequence[float]) -> tuple[float, float]:
-    return statistics.mean(values), max(values)
-
-
-def rows_of(found: Sequence[Found]) -> list[BenchRow]:
+def rows_of(found: Mapping[int, Found]) -> list[BenchRow]:
     rows = []
-    for size in [*(one.members for one in found), LARGE]:
-        one = next((one for one in found if one.members == size), None)
+    for size in [*found, LARGE]:
         for name, (what, unit) in MEASURED.items():
             intercept, slope = line_through(found, name)
             fitted = max(0.0, intercept + slope * scale(name, size))
-            ours, most = (fitted, fitted) if one is None else mean_and_busiest(one, name)
+            ours, most = found[size][name] if size in found else (fitted, fitted)
             case = f"{size:,} members, {what}"
-            if one is None:
+            if size not in found:
                 case += f", by {intercept:.3g} + {slope:.3g} {'log10 n' if name in WITH_DIGITS else 'n'}"
             if name in WITH_DIGITS:
                 theirs = all_to_all(found, name, size)
                 rows.append(row(case, ours, theirs, unit))
-                if one is not None:
+                if size in found:
                     rows.append(row(f"{size:,} members, the busiest", most, theirs, unit))
             else:
                 rows.append(row(case, most, fitted if size >= FITTED_FROM else most, unit))
@@ -247,13 +230,13 @@ def row(case: str, ours: float, theirs: float, unit: str) -> BenchRow:
     return BenchRow(case, ours, theirs, unit, theirs / ours if ours else 0.0, 0.0)
 
 
-def all_to_all(found: Sequence[Found], name: str, size: int) -> float:
+def all_to_all(found: Mapping[int, Found], name: str, size: int) -> float:
     """The cost of a member that pings every other one: a ping to each, and an answer to each."""
     messages = 2 * (size - 1) / ping_interval(PEER_TIMEOUT)
     if name == "messages":
         return messages
-    one = found[-1]
-    return messages * one.bytes[0] / one.messages[0]
+    largest = found[max(found)]
+    return messages * largest["bytes"][0] / largest["messages"][0]
 
 
 def scale(name: str, members: int) -> float:
@@ -261,17 +244,11 @@ def scale(name: str, members: int) -> float:
     return math.log10(members) if name in WITH_DIGITS else float(members)
 
 
-def mean_and_busiest(one: Found, name: str) -> tuple[float, float]:
-    """The pair of a field; seconds, which are for all members together, are one number twice."""
-    value = getattr(one, name)
-    return value if isinstance(value, tuple) else (value, value)
-
-
-def line_through(found: Sequence[Found], name: str) -> tuple[float, float]:
+def line_through(found: Mapping[int, Found], name: str) -> tuple[float, float]:
     """Intercept and slope of the least squares, for the busiest member where a field has one."""
-    points = [one for one in found if one.members >= FITTED_FROM] or list(found)
-    numbers = [mean_and_busiest(one, name)[1] for one in points]
-    if len(points) < 2:
+    sizes = [size for size in found if size >= FITTED_FROM] or list(found)
+    numbers = [found[size][name][1] for size in sizes]
+    if len(sizes) < 2:
         return numbers[0], 0.0
-    slope, intercept = statistics.linear_regression([scale(name, one.members) for one in points], numbers)
+    slope, intercept = statistics.linear_regression([scale(name, size) for size in sizes], numbers)
     return intercept, slope

@@ -66,20 +66,16 @@ class Etcd3:
         if endpoint is None:
             where = {"host": HUB_ADDRESS, "prefix": network.hub_prefix()} if network else {}
             self.members = EtcdCluster(Path(self._folder.name), ETCD_MEMBERS, **where)  # type: ignore[arg-type]
-        self._is_running = False
 
     def launcher(self, _number: int, num_nodes: int, num_workers: int) -> list[str]:
         endpoint = self._endpoint if self.members is None else self.members.endpoint
         return [*torchrun("etcd3", str(endpoint), num_nodes, num_workers), f"--rdzv-id={self._run_id}"]
 
     def start(self) -> None:
-        if self._is_running:
-            return
         if self.members is None:
             self._keys(ANSWER_SECONDS)  # fail at once: nodes would wait a minute for it
         else:
             self.members.start()
-        self._is_running = True
 
     def stop(self) -> list[str]:
         keys: list[str] = []
@@ -100,7 +96,6 @@ class Etcd3:
         return keys_of(self._endpoint, self._run_id, seconds)
 
     def close(self) -> None:
-        self._is_running = False
         with contextlib.ExitStack() as ends:
             ends.callback(self._folder.cleanup)
             if self.members is not None:
