@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,8 @@ def measure(backend: C10d | Etcd3, run_dir: Path, trace: Trace) -> float:
         backend.start()
         for size, place in enumerate(cluster.places, 1):
             cluster.start(place)
-            wait_for_world(cluster, size)
+            has_size = partial(lambda size: cluster.watch.world_size == size, size)
+            cluster.wait_until(has_size, f"world of {size} nodes", START_SECONDS)
             quiet.append(Quiet(size, time.time(), time.time() + UNDISTURBED_SECONDS))
             time.sleep(UNDISTURBED_SECONDS)
         began = time.time()
@@ -208,14 +210,6 @@ def undisturbed(kept: Sequence[Step], quiet: Sequence[Quiet]) -> dict[int, float
         ):
             seconds[step.world_size].append(step.time - before.time)
     return {size: statistics.fmean(found) for size, found in seconds.items()}
-
-
-def wait_for_world(cluster: Cluster, size: int) -> None:
-    def is_there() -> bool:
-        cluster.poll()
-        return cluster.watch.world_size == size
-
-    wait_until(is_there, f"world of {size} nodes", START_SECONDS)
 
 
 def tell_of_ends(cluster: Cluster) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -226,19 +227,20 @@ class Cluster:
 
         Raises: TooSlow naming the one that took more than `timeout` seconds; each has its own.
         """
-
-        def is_settled() -> bool:
-            self.poll()
-            return len(self.inside) == num_nodes and self.is_settled
-
-        wait_until(is_settled, f"world of {num_nodes} nodes", timeout)
+        self.wait_until(
+            lambda: len(self.inside) == num_nodes and self.is_settled, f"world of {num_nodes} nodes", timeout
+        )
         enough = self.watch.step + num_steps
+        self.wait_until(lambda: self.watch.step >= enough, f"step {enough}", timeout)
 
-        def has_trained() -> bool:
+    def wait_until(self, condition: Callable[[], Any], what: str, timeout: float) -> Any:
+        """Wait as `wait_until` of nodes.py does, and poll before each look at `condition`."""
+
+        def is_so() -> Any:
             self.poll()
-            return self.watch.step >= enough
+            return condition()
 
-        wait_until(has_trained, f"step {enough}", timeout)
+        return wait_until(is_so, what, timeout)
 
     def rank_of(self, place: Place) -> int | None:
         """The lowest rank of a node's workers in the newest world."""

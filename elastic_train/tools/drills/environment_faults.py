@@ -131,7 +131,6 @@ class DiskFull(Disturbance):
 
         def warning() -> str | None:
             """The node's warning about a snapshot that found no room."""
-            self.cluster.poll()
             for member, at, message in self.cluster.watch.warnings:
                 if member in self.members and at >= since and "No space left" in message:
                     return message
@@ -139,7 +138,7 @@ class DiskFull(Disturbance):
                 raise NotInjected("its node ended first")
             return None
 
-        return str(wait_until(warning, "snapshot was due", SNAPSHOT_SECONDS))
+        return str(self.cluster.wait_until(warning, "snapshot was due", SNAPSHOT_SECONDS))
 
     def undo(self) -> None:
         with suppress(NotInjected):  # the node may be gone; `is_cleared` checks whether there is room
