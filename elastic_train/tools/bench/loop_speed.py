@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -72,29 +72,25 @@ class LoopCase:
     device: Literal["cpu", "cuda"] = "cpu"
 
     def config(self, scratch: Path) -> Config:
-        common: dict[str, Any] = {
-            "global_batch_size": self.batch,
-            "epochs": self.epochs,
-            "snapshot_every": self.snapshot_every,
-            "num_workers": self.num_workers,
-            "run_dir": scratch / str(self).replace("/", "-"),
-            "no_progress": True,
-            "peer_timeout": PEER_TIMEOUT_SECONDS,
-        }
-        is_bundled = self.dataset == "digits"
-        config = (
-            Config(**common)
-            if self.items
-            else Config(
-                dataset="digits",
-                model=self.model if is_bundled else "cnn",
+        config = Config(
+            global_batch_size=self.batch,
+            epochs=self.epochs,
+            snapshot_every=self.snapshot_every,
+            num_workers=self.num_workers,
+            run_dir=scratch / str(self).replace("/", "-"),
+            no_progress=True,
+            peer_timeout=PEER_TIMEOUT_SECONDS,
+        )
+        if not self.items:
+            is_bundled = self.dataset == "digits"
+            config = replace(
+                config,
+                model=self.model if is_bundled else config.model,
                 task=None if is_bundled else f"{SmallSynthetic.__module__}:{SmallSynthetic.__name__}",
                 micro_batch_size=-(-self.batch // self.world_size),
                 eval_every=self.epochs,
                 device=self.device,
-                **common,
             )
-        )
         config.check()
         return config
 
