@@ -17,6 +17,8 @@ from elastic_train.world import Reach, World
 
 READY_POLL_SECONDS = 0.00005
 """between two looks, for each member of a world: all of them ask rank 0, which answers some 20,000 times a second"""
+LOOK_SECONDS = 0.05
+"""between two looks for nodes that are ready to join"""
 SPARE_POLL_SECONDS = 0.01
 """between two looks of a spare; it adds to the recovery that needs the spare"""
 
@@ -52,8 +54,8 @@ class Surroundings:
 
 
 class Barriers:
-    """Waits of a world's members for each other: before its process group, as spares, at the end of training. For the
-    training thread alone; nothing is kept between two waits.
+    """Waits of a world's members for each other: before its process group, as spares, at the end of training; and their
+    wait for other nodes. For the training thread alone; nothing is kept between two waits.
 
     Args:
         check: raises Stopped where this worker was told to stop.
@@ -102,8 +104,33 @@ class Barriers:
             require_whole(self._watcher)
             self._around.sleep(min(seconds, 0.05))
 
-    def is_begun(self, world: World) -> bool:
-        """Return whether a member whose training is finished, and which needs no more nodes, has begun `world`."""
+    def wait_for_nodes(self, world: World, until: float, is_end_due: Callable[[], bool]) -> bool:
+        """Wait, without training, while `world` has fewer nodes than --min-nodes. Returns True where `is_end_due`, as
+        nodes can be admitted, or a member is lost; False where this world begins as it is: a member that is ahead by
+        the last step has begun it.
+
+        Raises:
+            Stopped: told to stop. The error that ended the watcher thread.
+            FormationFailed: no node came until then, by the monotonic clock.
+        """
+        self._watcher.expect(world)  # the end of the previous world is past; this one's rank 0 can be found
+        while True:
+            self._check()
+            self._watcher.thread.check()
+            if is_end_due() or self._watcher.reason is not None:
+                return True
+            if self._is_begun(world):
+                return False
+            if self._around.monotonic() >= until:
+                break
+            self._around.sleep(LOOK_SECONDS)
+        raise FormationFailed(
+            f"only {world.num_nodes} of at least {world.min_nodes} nodes after {self._limits.wait_timeout:.0f} s "
+            "(--min-nodes, --wait-timeout)"
+        )
+
+    def _is_begun(self, world: World) -> bool:
+        """Whether a member whose training is finished, and which needs no more nodes, has begun `world`."""
         with suppress(StoreUnreachable):  # liveness is the watcher's business
             is_over = self._job.heard(world, "finished") is not None
             return is_over or len(self._job.announcements.not_ready(world)) < world.world_size

@@ -214,7 +214,7 @@ class Membership:
         )  # fmt: skip
         self.survivors = Survivors(
             job, watcher, limits, surroundings, newcomers=self.joins.newcomers, check=check, log=log,
-            require_no_better=self.side.require_no_better,
+            require_no_better=self.side.require_no_better, leave=self.leave,
         )  # fmt: skip
         self.barriers = Barriers(job, watcher, limits, surroundings, check)
 
@@ -323,12 +323,6 @@ class Membership:
         self.side.enter(world)
         self.joins.enter(world)
 
-    @property
-    def can_admit(self) -> bool:
-        """Whether `next_world` would find newcomers that are ready, or lost members. For a world that waits and that
-        the watcher expects."""
-        return self.joins.is_end_due or self.watcher.reason is not None
-
     def group_store(self, world: World) -> Store:
         """Return the store in which the process group of `world` meets: that of its rank 0, below a prefix of this
         world alone. The connection is new, so that the watcher can close it.
@@ -346,12 +340,14 @@ class Membership:
 
     # --- within a world -----------------------------------------------------------------------------------------------
 
-    def note_reduction(self) -> None:
-        """Count a reduction that is about to begin; those before it have finished. After two the world is settled."""
+    def vote(self) -> int:
+        """Return this member's vote on newcomers in a reduction that is about to begin; those before it have finished.
+        After two the world is settled. Raises: as `Joins.vote`."""
         self._num_reductions += 1
         if self._num_reductions == SETTLED_REDUCTIONS + 1 and self._world is not None:
             self.job.settle(self._world)
             self.has_settled = True
+        return self.joins.vote()
 
     def leave(self, world: World, reason: str) -> None:
         """Tell the other members that this worker leaves on purpose, so that they neither wait for it nor probe it."""

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 
 from elastic_train.branches import Branches
 from elastic_train.elastic.barriers import Surroundings, Waits
-from elastic_train.errors import FormationFailed, JobFailed, LeftOut, StoreUnreachable
+from elastic_train.elastic.process_group import is_communication_error
+from elastic_train.errors import (
+    ElasticTrainError,
+    FormationFailed,
+    JobFailed,
+    LeftOut,
+    StoreUnreachable,
+    TrainingDiverged,
+    UsageError,
+    kind_and_line,
+)
 from elastic_train.protocol.agreement import Agreement, Decision, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.heartbeat import AwakeTime
 from elastic_train.protocol.join_queue import ready_nodes
@@ -104,6 +114,7 @@ class Survivors:
         newcomers: those that the next world admits, where no plan was prepared for them.
         check: raises Stopped where this worker was told to stop.
         require_no_better: raises Superseded where another side has precedence over this one.
+        leave: `Membership.leave`.
         log: prints a line for the user of this node: what is being waited for.
     """
 
@@ -117,29 +128,40 @@ class Survivors:
         newcomers: Callable[[World], tuple[Member, ...]],
         check: Callable[[], None],
         require_no_better: Callable[[], None],
+        leave: Callable[[World, str], None],
         log: Callable[[str], None],
     ) -> None:
         self._job, self._watcher, self._limits, self._around = job, watcher, limits, around
-        self._newcomers, self._check, self._require_no_better, self._log = newcomers, check, require_no_better, log
+        self._newcomers, self._check, self._log = newcomers, check, log
+        self._require_no_better, self._leave = require_no_better, leave
         self.may_not_go_on: Callable[[str], None] = lambda _why: None
         """called once when this side begins to wait for votes; it should save the state"""
 
-    def judge_own(self, error_text: str, step: int, world: World) -> Failure:
-        """Judge an error that ended `step`, none of the communication library, and announce it. It is the job's error
-        where another node has one in the same step."""
-        node = "/".join(map(str, world.me.node))  # two workers of one node are one witness: its disk may be broken
+    def judge(self, error: Exception, step: int, world: World) -> Failure:
+        """Judge whose error ended `step`, and announce it unless a lost peer caused it. An error of the trained code is
+        the job's where another node has one in the same step."""
+        if isinstance(error, ElasticTrainError) and not isinstance(error, FormationFailed):
+            if isinstance(error, TrainingDiverged | UsageError):  # raised on all that train; a spare must not go on
+                with suppress(StoreUnreachable):
+                    self._announce_fatal(world, str(error))
+            return Failure.JOB
+        if is_communication_error(error):
+            return Failure.PEER
+        node, text = "/".join(map(str, world.me.node)), kind_and_line(error)
         key = f"failed-{step}"
-        first = self._job.heard(world, key)
-        if first is None:
-            mine = json.dumps([node, step, error_text])
-            with suppress(StoreUnreachable):  # rank 0 is gone; members that have heard of the error have copies
-                first = self._job.world_store(world).create(f"{world.key}/{key}", mine)
-            first = first or mine
-            self._job.announcements.announce(world, key, first)
-        if json.loads(first)[0] == node:
-            return Failure.OWN
-        self.announce_fatal(world, f"step {step} fails on every member that tries it: {error_text}")
-        return Failure.JOB
+        with suppress(StoreUnreachable):  # where no other member can be told, it is this worker's own
+            first = self._job.heard(world, key)
+            if first is None:
+                mine = json.dumps([node, step, text])
+                with suppress(StoreUnreachable):  # rank 0 is gone; members that have heard of the error have copies
+                    first = self._job.world_store(world).create(f"{world.key}/{key}", mine)
+                first = first or mine
+                self._job.announcements.announce(world, key, first)
+            if json.loads(first)[0] != node:  # two workers of one node are one witness: its disk may be broken
+                self._announce_fatal(world, f"step {step} fails on every member that tries it: {text}")
+                return Failure.JOB
+            self._leave(world, "error")  # so that the other members do not wait for this worker
+        return Failure.OWN
 
     def why_left(self, world: World, decision: Decision, progress: tuple[Branches, int] | None) -> str | None:
         """Return the error that a member which has left `world` reported for itself; None where none did.
@@ -157,7 +179,7 @@ class Survivors:
                     return f"its error in step {failed_step}: {text}"
         return None
 
-    def announce_fatal(self, world: World, why: str) -> None:
+    def _announce_fatal(self, world: World, why: str) -> None:
         """Announce that the job cannot go on: a member that agrees on another world reads this and ends."""
         self._job.announcements.announce(world, "fatal", why)
 

@@ -22,9 +22,8 @@ from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.trainer import Trainer
 from elastic_train.elastic.worker import Worker
-from elastic_train.elastic.world_end import FruitlessWorlds, MissingNodes, judge
 from elastic_train.elastic.world_report import Interruption, WorldReport, losses_of
-from elastic_train.errors import StatesDiffer, Stopped, first_line
+from elastic_train.errors import FormationFailed, StatesDiffer, Stopped, first_line
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity, Failure
 from elastic_train.runlog.goodput import Phase
@@ -55,6 +54,8 @@ class Stage(StrEnum):
 
 
 ENDS = {Outcome.FINISHED: Stage.FINISH, Outcome.STOPPED: Stage.STOP}
+MAX_FRUITLESS_WORLDS = 10
+"""worlds in a row without a committed step, in addition to one for each member"""
 
 
 @dataclass(frozen=True)
@@ -75,50 +76,90 @@ class RingParts:
     exits: Exits
 
 
-class Stages:
-    """The stages of one worker. The method with a stage's name runs it, and returns the next stage or the exit code."""
+class Ring:
+    """Takes one worker from stage to stage, and thereby through its worlds. The method with a stage's name runs it, and
+    returns the next stage or the exit code.
+
+    Args:
+        clock: monotonic, in seconds.
+    """
 
     def __init__(
         self,
         worker: Worker,
         membership: Membership,
         parts: RingParts,
-        clock: Callable[[], float],
-        sleep: Callable[[float], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.world: World | None = None
         """the present world, also while it waits for nodes; during an agreement, the world before"""
         self._worker, self._membership, self._parts = worker, membership, parts
         self._clock = clock
-        self._fruitless, self._missing = FruitlessWorlds(), MissingNodes(worker, membership, clock, sleep)
+        self._num_fruitless, self._last_step = 0, -1
+        """worlds in a row without a committed step; committed steps at the end of the last one"""
+        self._wait_until: float | None = None
+        """when to give up the wait for nodes. Kept until a world trains: else the first member that gives up would make
+        the others begin anew"""
         self._change = Change()
         """from the previous world to the present one"""
         self._interruption = Interruption("start")
         """what ended the previous world"""
-        self.is_inside = False
+        self._is_inside = False
         """whether the worker is inside a world, where errors are judged"""
         self._has_formed = False
         """whether the process group of the present world has stood"""
         self._is_formed_ahead = False
         """whether that group was formed while the previous world trained"""
-        self.group = PresentGroup()
+        self._group = PresentGroup()
         self._resumed: Resumed | None = None
         """kept until training begins; if it is still there at the finish, this process has trained nothing"""
-        self.began = clock()
+        self._began = clock()
         """when the present stage began"""
+
+    def run(self) -> int:
+        """Run the stages until the end. Returns the exit code of the worker.
+
+        Raises:
+            Stopped: this worker was told to stop, and has no state. JobFinished: the job had finished before.
+            StoreUnreachable, FormationFailed, LeftOut: this worker cannot go on.
+            An error of the worker's own, or of the job.
+        """
+        self._worker.state.clock.enter(Phase.FORM)
+        stage: Stage | int = Stage.MEET
+        try:
+            while isinstance(stage, Stage):
+                self._began = self._clock()
+                following = self._guarded(stage)
+                where = "" if self.world is None else f" generation={self.world.generation} rank={self.world.rank}"
+                at = f"step={self._worker.state.step} ({self._clock() - self._began:.3f} s)"
+                self._worker.reporter.debug(f"{stage} -> {following}{where} {at}")
+                stage = following
+            return stage
+        finally:
+            self._group.close(sys.exception())
+
+    def _guarded(self, stage: Stage) -> Stage | int:
+        try:
+            return STAGES[stage](self)
+        except Exception as error:  # of any kind: the trained code may raise anything
+            if not self._is_inside:
+                raise
+            following = self._break_off(error)
+        # The error is gone here, and with it the last reference to the group, so its sockets are closed.
+        return following
 
     # --- between worlds -----------------------------------------------------------------------------------------------
 
     def meet(self) -> Stage:
         """Agree with the other members on the next world. Blocks until there is one."""
-        self.group.close()
-        self.is_inside = False
+        self._group.close()
+        self._is_inside = False
         before, failure = self.world, self._interruption.failure
         if before is None:
-            return self._enter(self._parts.find(), Change(seconds_meet=self._clock() - self.began))
+            return self._enter(self._parts.find(), Change(seconds_meet=self._clock() - self._began))
         if failure is not None:
             self._parts.resume.lose_step(self._clock() - self._parts.trainer.step_started)
-        self._fruitless.note(before, self._worker.state.step, failure)
+        self._count_fruitless(before, failure)
         self._worker.reach("meet", before)
         is_by_vote = failure is None and not before.is_spare
         is_planned = is_by_vote and self._interruption.cause == "join"
@@ -130,11 +171,18 @@ class Stages:
         except Stopped:
             return Stage.STOP
         if world is before and world.is_spare:  # that world goes on
-            self.is_inside = True
+            self._is_inside = True
             return Stage.STAND_BY
         if failure is not None:
             self._parts.report.lost(failure, change)
         return self._enter(world, change)
+
+    def _count_fruitless(self, before: World, failure: str | None) -> None:
+        """Raise FormationFailed where too many worlds in a row have committed no step."""
+        step, is_fruitful = self._worker.state.step, self._worker.state.step > self._last_step or before.is_spare
+        self._num_fruitless, self._last_step = 0 if is_fruitful else self._num_fruitless + 1, step
+        if self._num_fruitless > MAX_FRUITLESS_WORLDS + before.world_size:
+            raise FormationFailed(f"{self._num_fruitless} worlds in a row committed no step; the last error: {failure}")
 
     def _enter(self, world: World, change: Change) -> Stage:
         self.world, self._change, self._has_formed = world, change, False
@@ -143,21 +191,26 @@ class Stages:
         return self._begin(world)
 
     def _begin(self, world: World) -> Stage:
-        self.is_inside = True
+        self._is_inside = True
         self._worker.set_environment(world)
         self._parts.trainer.step_started = self._clock()
         return Stage.STAND_BY if world.is_spare else Stage.FORM
 
     def wait(self) -> Stage:
         """Wait until there are --min-nodes again."""
-        world = self._present
-        self._missing.report(world, losses_of(self._change))
+        world, worker, membership = self._present, self._worker, self._membership
+        if self._wait_until is None:
+            self._wait_until = self._clock() + worker.config.wait_timeout
+        left = max(0.0, self._wait_until - self._clock())
+        few = f"{world.num_nodes} of at least {world.min_nodes} nodes are here"
+        worker.reporter.log(f"{'; '.join([few, *losses_of(self._change)])}: waiting {left:.0f} s for others to join")
+        worker.state.clock.count_nodes(world.num_nodes)
         self._parts.files.hold_bucket(world, has_state=self._parts.resume.has_state)
         try:
-            if not self._missing.wait(world):
+            if not membership.barriers.wait_for_nodes(world, self._wait_until, lambda: membership.joins.is_end_due):
                 return self._begin(world)
             with self._waiting():
-                following, later = self._membership.next_world(world, has_formed=True)
+                following, later = membership.next_world(world, has_formed=True)
         except Stopped:
             return Stage.STOP
         lost, gone = self._change.lost + later.lost, self._change.left + later.left
@@ -185,7 +238,7 @@ class Stages:
         if formed is not None and not parts.resume.has_state:
             parts.trainer.warm_up()
         with self._waiting():
-            self.group.enter(parts.open_group(world, formed))
+            self._group.enter(parts.open_group(world, formed))
         self._has_formed = True
         membership.watcher.enter(world)
         return Stage.SYNC
@@ -197,7 +250,7 @@ class Stages:
         self._resumed = resumed = parts.resume.into(world, self._change, is_formed_ahead=self._is_formed_ahead)
         if parts.resume.has_state:  # else it has only the position, and its clock is not yet the run's
             state.generation, state.generations = world.generation, state.generations + 1
-        init, sync = self.began - parts.trainer.step_started, self._clock() - self.began
+        init, sync = self._began - parts.trainer.step_started, self._clock() - self._began
         parts.report.stands(
             world, self._membership.side.branch, self._change, self._interruption, resumed.restored, init, sync
         )
@@ -208,7 +261,7 @@ class Stages:
         world, membership, parts, state = self._present, self._membership, self._parts, self._worker.state
         resumed, self._resumed = self._resumed, None
         assert resumed is not None, "all have come to one state"
-        self._missing.note_training()
+        self._wait_until = None
         state.clock.enter(Phase.TRAIN)
         parts.saver.begin(state)
         if resumed.begin.first_ranks is None:  # else those that trained have just evaluated what was due
@@ -234,7 +287,7 @@ class Stages:
     def stand_by(self) -> Stage | int:
         """Wait as a spare for the next world, or for the end of the run."""
         world, membership = self._present, self._membership
-        self._missing.note_training()
+        self._wait_until = None
         self._parts.resume.stand_by()
         membership.watcher.expect(world)  # forget what was observed in the previous world
         membership.watcher.enter(world)
@@ -250,18 +303,18 @@ class Stages:
         self._interruption = Interruption("leave")
         return Stage.MEET
 
-    def break_off(self, error: Exception) -> Stage:
+    def _break_off(self, error: Exception) -> Stage:
         """Judge the error that has ended the world. Raises it unless a lost peer caused it."""
         self._membership.watcher.announce_broken()  # first of all: the rest may take time
         broken_at, world, resume = self._clock(), self._present, self._parts.resume
         self._resumed = None
-        error = self.group.break_off(error, self._worker.device)
+        error = self._group.break_off(error, self._worker.device)
         if isinstance(error, Stopped) and resume.has_state:  # told to stop while it waited for a store
-            self.is_inside = False
+            self._is_inside = False
             resume.lose_step(broken_at - self._parts.trainer.step_started)
             return Stage.STOP
         step = self._worker.state.step + (not self._parts.trainer.was_applied)  # the one in hand
-        verdict = judge(error, step, world, self._membership)
+        verdict = self._membership.survivors.judge(error, step, world)
         if verdict is not Failure.PEER:
             self._parts.exits.fail(error, verdict, world, has_state=resume.has_state)
         failure = first_line(error)
@@ -282,7 +335,7 @@ class Stages:
 
     def stop(self) -> int:
         """End because this worker was told to stop. Raises: Stopped where it has nothing to save yet."""
-        if self.is_inside:
+        if self._is_inside:
             return self._parts.exits.stop(self._present)
         if not self._parts.resume.has_state:
             self._worker.stop.check()
@@ -303,63 +356,4 @@ class Stages:
         return self.world
 
 
-STAGES: dict[Stage, Callable[[Stages], Stage | int]] = {stage: getattr(Stages, stage.name.lower()) for stage in Stage}
-
-
-class Ring:
-    """Takes one worker from stage to stage, and thereby through its worlds.
-
-    Args:
-        clock, sleep: monotonic, in seconds.
-    """
-
-    def __init__(
-        self,
-        worker: Worker,
-        membership: Membership,
-        parts: RingParts,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._worker, self._clock = worker, clock
-        self._stages = Stages(worker, membership, parts, clock, sleep)
-
-    @property
-    def world(self) -> World | None:
-        """As `Stages.world`."""
-        return self._stages.world
-
-    def run(self) -> int:
-        """Run the stages until the end. Returns the exit code of the worker.
-
-        Raises:
-            Stopped: this worker was told to stop, and has no state. JobFinished: the job had finished before.
-            StoreUnreachable, FormationFailed, LeftOut: this worker cannot go on.
-            An error of the worker's own, or of the job.
-        """
-        self._worker.state.clock.enter(Phase.FORM)
-        stage: Stage | int = Stage.MEET
-        try:
-            while isinstance(stage, Stage):
-                self._stages.began = self._clock()
-                following = self._guarded(stage)
-                self._log(stage, following)
-                stage = following
-            return stage
-        finally:
-            self._stages.group.close(sys.exception())
-
-    def _guarded(self, stage: Stage) -> Stage | int:
-        try:
-            return STAGES[stage](self._stages)
-        except Exception as error:  # of any kind: the trained code may raise anything
-            if not self._stages.is_inside:
-                raise
-            following = self._stages.break_off(error)
-        # The error is gone here, and with it the last reference to the group, so its sockets are closed.
-        return following
-
-    def _log(self, stage: Stage, following: Stage | int) -> None:
-        where = "" if self.world is None else f" generation={self.world.generation} rank={self.world.rank}"
-        at = f"step={self._worker.state.step} ({self._clock() - self._stages.began:.3f} s)"
-        self._worker.reporter.debug(f"{stage} -> {following}{where} {at}")
+STAGES: dict[Stage, Callable[[Ring], Stage | int]] = {stage: getattr(Ring, stage.name.lower()) for stage in Stage}

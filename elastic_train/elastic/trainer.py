@@ -34,7 +34,7 @@ from elastic_train.elastic.whole_steps import (
     warm_up,
 )
 from elastic_train.elastic.worker import Worker
-from elastic_train.elastic.world_end import WorldEnd, WorldEnds, votes_of
+from elastic_train.elastic.world_end import WorldEnd, WorldEnds
 from elastic_train.errors import StatesDiffer, TrainingDiverged
 from elastic_train.rules import Activity
 from elastic_train.training.kept import Arguments
@@ -246,7 +246,8 @@ class Trainer:
             self.states.check(world, end)
 
     def _votes(self) -> Votes:
-        self.last_votes = votes_of(self._worker, self._membership)._replace(save_seconds=self._saver.save_time.vote())
+        joining, save_seconds = self._membership.vote(), self._saver.save_time.vote()
+        self.last_votes = Votes(*self._worker.stop.votes(), joining, save_seconds)
         return self.last_votes
 
     def _warn_of_kept_modules(self) -> None:

@@ -315,8 +315,8 @@ def test_a_world_is_begun_where_a_member_is_ready_for_it_or_has_finished(form: F
         jobs[2].announcements.announce(worlds[2], "finished", "{}")
     limits, nobody = Waits(10.0, 10.0, 10.0), cast("Any", None)
     barriers = [Barriers(job, nobody, limits, Surroundings(), lambda: None) for job in jobs]
-    found = [says != "nothing"] * 3
-    assert eventually(form, lambda: [one.is_begun(world) for one, world in zip(barriers, worlds, strict=True)] == found)
+    found, pairs = [says != "nothing"] * 3, [*zip(barriers, worlds, strict=True)]
+    assert eventually(form, lambda: [one._is_begun(world) for one, world in pairs] == found)
 
 
 def test_a_job_is_closed_whose_store_is_gone() -> None:

@@ -15,7 +15,6 @@ from elastic_train.elastic.membership import Change
 from elastic_train.elastic.resume import Resumed
 from elastic_train.elastic.ring import Ring, RingParts
 from elastic_train.elastic.whole_steps import ALONE
-from elastic_train.elastic.world_end import votes_of
 from elastic_train.errors import JobFinished, StoreUnreachable
 from elastic_train.protocol.quarantine import Deaths
 from elastic_train.rules import NOW, Activity, Failure
@@ -88,7 +87,7 @@ def make_ring(worker: Worker) -> Ring:
         set_environment=lambda _world: None,
         share_cores=lambda _world: None,
     )
-    return Ring(real_worker, worker.membership, parts, process.clock, process.sleep)
+    return Ring(real_worker, worker.membership, parts, process.clock)
 
 
 class SimParts:
@@ -301,7 +300,7 @@ class SimParts:
         step = 0 if state.taken is None else state.taken.step
         is_first = not worker.num_commits
         process.sleep(simulation.plan.work.seconds(simulation.machines.random, world.rank, step, is_first=is_first))
-        self.last_votes = votes_of(worker, self._membership)  # type: ignore[arg-type]
+        self.last_votes = Votes(*worker.stop.votes(), self._membership.vote())
         watcher.do(Activity.REDUCE)
         votes: list[Votes] = group.exchange(self.last_votes)
         watcher.do(Activity.COMPUTE)

@@ -94,8 +94,8 @@ def make_loop(
     membership: Any = SimpleNamespace(
         watcher=task.watcher,
         sockets=GroupSockets(),
-        note_reduction=lambda: None,
-        joins=SimpleNamespace(vote=lambda: 0, follow_vote=lambda world, vote: None),
+        vote=lambda: 0,
+        joins=SimpleNamespace(follow_vote=lambda world, vote: None),
     )
     save_time = SaveTime(is_bucket=False)
     save_time.enter(WORLD)

@@ -28,13 +28,13 @@ from torch.distributed import HashStore, TCPStore
 from torch.utils.data import DataLoader, Dataset
 
 from elastic_train.config import Config, parse
+from elastic_train.elastic.next_world import Survivors
 from elastic_train.elastic.own_parallel import OwnParallel
 from elastic_train.elastic.process_group import is_communication_error, process_group, set_group_timeout
 from elastic_train.elastic.session_steps import SessionSteps, StepInHand
 from elastic_train.elastic.states_check import StateChecks
 from elastic_train.elastic.trainer import Program, Trainer
 from elastic_train.elastic.whole_steps import ALONE, Beginning, WholeSteps
-from elastic_train.elastic.world_end import judge
 from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDiverged
 from elastic_train.protocol import addresses, names
 from elastic_train.protocol.addresses import address_towards, own_address
@@ -555,16 +555,23 @@ def test_the_others_are_told_an_error_of_the_code_by_its_type(error: Exception, 
     """That of a loader process comes with its traceback in the message."""
     said: list[str] = []
 
-    def judge_own(text: str, _step: int, _world: World) -> Failure:
-        said.append(text)
-        return Failure.JOB
+    def heard(_world: World, _key: str) -> str:
+        return json.dumps(["another node", 1, ""])
 
-    membership: Any = SimpleNamespace(survivors=SimpleNamespace(judge_own=judge_own))
-    world: Any = None
+    def announce(_world: World, _name: str, text: str) -> None:
+        said.append(text)
+
+    job: Any = SimpleNamespace(heard=heard, announcements=SimpleNamespace(announce=announce))
+    nothing: Any = None
+    survivors = Survivors(
+        job, nothing, nothing, nothing,
+        newcomers=nothing, check=nothing, require_no_better=nothing, leave=nothing, log=nothing,
+    )  # fmt: skip
+    world: Any = SimpleNamespace(me=SimpleNamespace(node=("here", 1)))
     with pytest.raises(type(error)) as raised:
         next(iter(DataLoader(OneWrong(error), num_workers=num_workers)))
-    assert judge(raised.value, 1, world, membership) is Failure.JOB
-    assert said == [told]
+    assert survivors.judge(raised.value, 1, world) is Failure.JOB
+    assert said == [f"step 1 fails on every member that tries it: {told}"]
 
 
 # --- two real processes -----------------------------------------------------------------------------------------------

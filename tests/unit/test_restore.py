@@ -268,8 +268,8 @@ def test_the_totals_of_the_run_are_those_of_its_snapshot_until_its_state_has_com
     state.clock = PhaseClock(lambda: now[0], lambda: now[0], process_age=0.0)
     state.clock.enter(Phase.FORM)
     ring = newcomer.ring()
-    ring._stages.world = PAIR
-    ring._stages.sync()
+    ring.world = PAIR
+    ring.sync()
     expected = {Phase.TRAIN: 300.0, Phase.DOWN: 7.0}
     if came == "state":
         totals = {phase.value: 0.0 for phase in Phase} | {Phase.TRAIN: 400.0}

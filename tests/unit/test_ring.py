@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,13 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic_train.elastic.barriers import Barriers, Surroundings, Waits
 from elastic_train.elastic.exits import Exits
 from elastic_train.elastic.membership import Change
+from elastic_train.elastic.next_world import Survivors
 from elastic_train.elastic.restore import Restored
 from elastic_train.elastic.resume import Resumed
-from elastic_train.elastic.ring import Ring, RingParts
+from elastic_train.elastic.ring import MAX_FRUITLESS_WORLDS, Ring, RingParts
 from elastic_train.elastic.whole_steps import ALONE
-from elastic_train.elastic.world_end import MAX_FRUITLESS_WORLDS
 from elastic_train.errors import FormationFailed, LeftOut, StatesDiffer, Stopped, StoreUnreachable
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity, Failure
@@ -62,6 +64,10 @@ class Fake:
         self.paid_nodes: list[int] = []
         self.could_save: list[str] = []
         """calls during which another thread than this one could have saved the state"""
+        self.is_alone_in_error = True
+        self.is_ready: Callable[[World], bool] = lambda _world: False
+        """whether another member has begun a world that waits for nodes"""
+        self.when_slept: Callable[[], None] = lambda: None
         self.doing: tuple[Activity | None, float | None] = (None, None)
         """what the others are told, with its limit in seconds"""
         self.state = SimpleNamespace(
@@ -131,22 +137,40 @@ class Fake:
             do=self.do,
             announce_broken=noting("broken"),
             thread=SimpleNamespace(check=noting("check the watcher")),
+            reason=None,
         )
+        job: Any = SimpleNamespace(
+            heard=self.heard,
+            announcements=SimpleNamespace(
+                announce=lambda *_: None, not_ready=lambda world: range(world.world_size - self.is_ready(world))
+            ),
+            place=SimpleNamespace(show=lambda _world, is_decided: None),
+        )
+        limits, around = Waits(10.0, 10.0, 10.0), Surroundings(lambda: self.now, self.sleep)
+        nothing: Any = None
         membership: Any = SimpleNamespace(
             watcher=watcher,
             side=SimpleNamespace(branch=None),
-            job=SimpleNamespace(place=SimpleNamespace(show=lambda _world, is_decided: None)),
-            can_admit=True,
-            joins=SimpleNamespace(take_formed=noting("formed")),
+            job=job,
+            joins=SimpleNamespace(take_formed=noting("formed"), is_end_due=True),
             barriers=SimpleNamespace(
                 wait_for_workers=noting("wait for workers"),
                 wait_for_left_out=noting("wait for left out"),
                 stand_by=noting("stand by"),
-                is_begun=lambda _world: False,
+                wait_for_nodes=Barriers(job, watcher, limits, around, noting("check")).wait_for_nodes,
             ),
-            survivors=SimpleNamespace(judge_own=noting("judge", Failure.OWN)),
+            survivors=Survivors(
+                job,
+                watcher,
+                limits,
+                around,
+                newcomers=nothing,
+                check=nothing,
+                require_no_better=nothing,
+                leave=noting("tell that it leaves"),
+                log=nothing,
+            ),
             next_world=self.next_world,
-            leave=noting("tell that it leaves"),
         )
         worker: Any = SimpleNamespace(
             state=self.state,
@@ -192,6 +216,15 @@ class Fake:
             ),  # type: ignore[arg-type]
         )
         return Ring(worker, membership, parts, lambda: self.now)
+
+    def heard(self, world: World, key: str) -> str | None:
+        """The first report of an error of the code that is trained."""
+        node = "/".join(map(str, world.me.node)) if self.is_alone_in_error else "another"
+        return None if key == "finished" else json.dumps([node, 1, "a bug"])
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.when_slept()
 
     def fail(self, error: Exception, verdict: Failure, _world: World, *, has_state: bool) -> None:
         self.answer("fail", error=error, verdict=verdict, has_state=has_state)
@@ -305,7 +338,8 @@ def test_what_ends_an_agreement_is_not_judged() -> None:
 @pytest.mark.parametrize("verdict", [Failure.OWN, Failure.JOB])
 def test_an_error_of_the_code_that_is_trained_ends_this_worker(verdict: Failure) -> None:
     error = ValueError("a bug")
-    fake = Fake(train=[error], judge=[verdict])
+    fake = Fake(train=[error])
+    fake.is_alone_in_error = verdict is Failure.OWN
     with pytest.raises(ValueError, match="a bug"):
         fake.ring().run()
     assert fake.told["fail"] == [{"error": error, "verdict": verdict, "has_state": True}]
@@ -430,8 +464,8 @@ def test_too_few_nodes_wait_for_others() -> None:
     assert ring.run() == 0
     broken = fake.stages.index("train -> meet")
     assert fake.stages[broken : broken + 3] == ["train -> meet", "meet -> wait", "wait -> form"]
-    assert ring._stages._change.lost == (lost,), "the world that waited has trained nothing"
-    assert ring._stages._change.joined == (lost,)
+    assert ring._change.lost == (lost,), "the world that waited has trained nothing"
+    assert ring._change.joined == (lost,)
     assert "hold bucket" in fake.calls, "nobody else says that the job lives"
     assert fake.paid_nodes == [1], "those that are gone are not paid while it waits"
 
@@ -442,18 +476,17 @@ def test_where_another_one_gives_up_the_wait_for_nodes_goes_on_and_does_not_begi
     two, one = replace(PAIR, generation=1, members=members), replace(SINGLE, generation=2, members=members[:1])
     fake = Fake(train=[LOST], agree=[(two, Change()), (one, Change(lost=members[1:]))])
     ring = fake.ring()
-    membership: Any = ring._stages._membership
+    membership: Any = ring._membership
     agree = fake.next_world
 
-    def sleep(seconds: float) -> None:
-        fake.now += seconds
-        membership.can_admit = fake.calls.count("agree") == 1 and fake.now > 9.8
+    def look() -> None:
+        membership.joins.is_end_due = fake.calls.count("agree") == 1 and fake.now > 9.8
 
     def next_world(world: World, **flags: Any) -> tuple[World, Change]:
-        membership.can_admit = False
+        membership.joins.is_end_due = False
         return agree(world, **flags)
 
-    ring._stages._missing._sleep, membership.next_world = sleep, next_world
+    fake.when_slept, membership.next_world = look, next_world
     with pytest.raises(FormationFailed, match="only 1 of at least 3 nodes after 10 s"):
         ring.run()
     assert fake.calls.count("agree") == 2
@@ -464,17 +497,14 @@ def test_who_waits_for_nodes_notices_that_its_watcher_has_ended() -> None:
     few = replace(SINGLE, members=(replace(make_member(0), min_nodes=2),))
     fake = Fake(train=[LOST], agree=[(few, Change())])
     ring = fake.ring()
-    membership: Any = ring._stages._membership
-    membership.can_admit = False
+    membership: Any = ring._membership
+    membership.joins.is_end_due = False
 
     def check() -> None:
         if fake.now > 3.0:
             raise LeftOut("the job is over")
 
-    def sleep(seconds: float) -> None:
-        fake.now += seconds
-
-    membership.watcher.thread.check, ring._stages._missing._sleep = check, sleep
+    membership.watcher.thread.check = check
     with pytest.raises(LeftOut, match="the job is over"):
         ring.run()
     assert fake.now < 3.2, "it waits no longer"
@@ -486,14 +516,9 @@ def test_who_waits_for_nodes_goes_on_with_one_whose_training_is_through(world: W
     few = replace(world, members=tuple(replace(member, min_nodes=3) for member in world.members), uid="few")
     fake = Fake(train=[LOST], agree=[(few, Change())])
     ring = fake.ring()
-    membership: Any = ring._stages._membership
-    membership.can_admit = False
-    membership.barriers.is_begun = lambda world: world is few and fake.now > 3.0
-
-    def sleep(seconds: float) -> None:
-        fake.now += seconds
-
-    ring._stages._missing._sleep = sleep
+    membership: Any = ring._membership
+    membership.joins.is_end_due = False
+    fake.is_ready = lambda world: world is few and fake.now > 3.0
     assert ring.run() == 0
     assert f"wait -> {stage}" in fake.stages
     assert fake.now < 3.2
@@ -577,7 +602,7 @@ def test_what_a_step_held_is_gone_where_its_group_ends_with_an_error_too() -> No
         fake.error_of_end = None
         return agree(world, **flags)
 
-    ring._stages._membership.next_world = agree_once  # type: ignore[method-assign]
+    ring._membership.next_world = agree_once  # type: ignore[method-assign]
     gc.disable()
     try:
         assert ring.run() == 0

@@ -103,12 +103,13 @@ def test_the_first_world_of_a_thousand_workers_fits_into_a_request_of_etcd() -> 
 
 def test_the_same_members_that_have_failed_to_form_a_group_may_take_longer_the_next_time() -> None:
     members = tuple(replace(member(number, number), uid=f"uid{number}", store=("h", number)) for number in range(3))
-    job: Any = SimpleNamespace(enter=lambda *_: None, facts=SimpleNamespace(known={}))
+    place = SimpleNamespace(has_moved=lambda _uid: False)
+    job: Any = SimpleNamespace(enter=lambda *_: None, facts=SimpleNamespace(known={}), place=place)
     watcher, found = SimpleNamespace(adopt=lambda _world: None), []
     membership = bare_membership(job, members[0], watcher, surroundings=Surroundings())
     for inside, steps_then in [(3, False), (3, False), (3, False), (2, False), (2, True), (2, False)]:
         membership._enter(World(0, len(found), members[:inside]), {}, None)
         found.append(round(membership.forming_timeout.total_seconds()))
         if steps_then:
-            membership.note_reduction()
+            membership.vote()
     assert found == [1, 2, 4, 1, 2, 1], "until one is lost, or a group has stood"

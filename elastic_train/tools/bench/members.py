@@ -138,10 +138,10 @@ class BenchMember:
                 return False
             self._watcher.do(Activity.COMPUTE)
             for _ in range(SETTLED_REDUCTIONS + 1):
-                membership.note_reduction()
+                membership.vote()
             self._report("in", self.me.uid, world.generation, time.monotonic())
             while not self._is_over.wait(STEP_SECONDS if world.rank == 0 else None):
-                if membership.joins.vote() == NOW:  # in training, the votes of a step would carry this
+                if membership.vote() == NOW:  # in training, the votes of a step would carry this
                     self._report("admits", time.monotonic())
                     break
         return True
