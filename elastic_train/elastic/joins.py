@@ -176,8 +176,6 @@ class Joins:
         self._job, self._around, self._uid = job, around, uid
         self._max_nodes, self.news = max_nodes, QueueNews(job, around)
         self._answering, self._form, self._is_superseded = answering, form, is_superseded
-        self._world: World | None = None
-        """the present world"""
         self._ready: tuple[tuple[str, ...], float] = ((), 0.0)
         """uids of the workers that are ready, and since when the list is unchanged"""
         self._admits: tuple[Member, ...] = ()
@@ -200,8 +198,7 @@ class Joins:
     def enter(self, world: World) -> None:
         """Note that this worker is now a member of `world`."""
         self.why_closed = self.why_closed_in(world)
-        self._plan, self._num_failed_plans, self._admits, self._has_said_now, self._world = None, 0, (), False, world
-        self._absent = ()
+        self._plan, self._num_failed_plans, self._admits, self._has_said_now, self._absent = None, 0, (), False, ()
         self.keep_preparation(world)
 
     # --- in a step ----------------------------------------------------------------------------------------------------
@@ -220,7 +217,7 @@ class Joins:
             return NOW
         if plan is None:
             return NOW if self.why_outlived() is not None else 0
-        is_stale = self._world is None or plan.parent != self._world.uid  # that world has ended in another way
+        is_stale = self._job.world is None or plan.parent != self._job.world.uid  # that world has ended in another way
         if preparation is None or is_stale or (preparation.failure is not None and not preparation.is_decided):
             absent = () if preparation is None else preparation.absent
             self._job.entrance.drop(absent)  # until they queue again
@@ -254,7 +251,7 @@ class Joins:
 
     def why_outlived(self) -> str | None:
         """Return why the present world should end, other than for newcomers; None where it need not."""
-        world = self._world
+        world = self._job.world
         has_moved = world is not None and world.rank == 0 and self._job.place.has_moved(world.uid)
         return "another side goes on" if self._is_superseded() else ENTRY_MOVED if has_moved else None
 
@@ -293,7 +290,7 @@ class Joins:
         gone = [member for member in ready if member not in answering]
         self._job.entrance.drop(gone)
         admits = without_nodes_of(gone, ready)
-        if self._world is not world or self.why_closed is not None:  # both may have changed meanwhile
+        if self._job.world is not world or self.why_closed is not None:  # both may have changed meanwhile
             return
         if admits and self._can_prepare(world, admits):
             self._prepare(world, admits)

@@ -195,7 +195,6 @@ class Membership:
         self.uid, self.address, self.store_address = uid, address, store_address
         self._local_world_size, self._order = local_world_size, order
         self._clock, self._finish, self._group_store = surroundings.monotonic, surroundings.finish, group_store
-        self._world: World | None = None
         self._num_reductions = self._num_unformed = 0
         """reductions in the present world; earlier worlds in a row that had the same members and no step"""
         self.has_settled = False
@@ -315,11 +314,11 @@ class Membership:
         )
 
     def _enter(self, world: World, facts: Mapping[str, str], decision: Decision | None) -> None:
+        before = self.job.world
         self.job.enter(world, facts, decision)
         self.watcher.adopt(world)
-        is_again = self._world is not None and not self._num_reductions and self._world.uids == world.uids
-        self._num_unformed = self._num_unformed + 1 if is_again else 0
-        self._world, self._num_reductions = world, 0
+        is_again = before is not None and not self._num_reductions and before.uids == world.uids
+        self._num_unformed, self._num_reductions = self._num_unformed + 1 if is_again else 0, 0
         self.side.enter(world)
         self.joins.enter(world)
 
@@ -335,8 +334,8 @@ class Membership:
     @property
     def forming_timeout(self) -> timedelta:
         """The timeout of making the process group of the present world."""
-        assert self._world is not None, "it is in one"
-        return timedelta(seconds=seconds_to_form(self._world.world_size, self._num_unformed))
+        assert self.job.world is not None, "it is in one"
+        return timedelta(seconds=seconds_to_form(self.job.world.world_size, self._num_unformed))
 
     # --- within a world -----------------------------------------------------------------------------------------------
 
@@ -344,8 +343,8 @@ class Membership:
         """Return this member's vote on newcomers in a reduction that is about to begin; those before it have finished.
         After two the world is settled. Raises: as `Joins.vote`."""
         self._num_reductions += 1
-        if self._num_reductions == SETTLED_REDUCTIONS + 1 and self._world is not None:
-            self.job.settle(self._world)
+        if self._num_reductions == SETTLED_REDUCTIONS + 1 and self.job.world is not None:
+            self.job.settle(self.job.world)
             self.has_settled = True
         return self.joins.vote()
 

@@ -1,6 +1,6 @@
 """A job in which each member serves a store, and the members decide together: no process and no machine is special.
 
-The members decide the successor of their world by a ballot (ballots.py); laws.py defines which votes are enough.
+The members decide the successor of their world by a ballot (ballots.py); rules.py defines which votes are enough.
 
 Keys in a member's own store: `host` (store of the host of the join queue, as far as it knows), `queue/...` (the join
 queue, while this member is the host), `members` (stores of its world, which newcomers remember), `rests` (set while its
@@ -167,13 +167,18 @@ class PeerJob:
         self._ballots = Ballots(known, self.place, elsewhere, self.facts.known)
         branch_off = BranchOff(self._ballots, known, self.place, peer_timeout=peer_timeout, clock=clock)
         self._decide = branch_off.decide if goes_on else self._ballots.decide
-        self._world: World | None = None
         self._is_host_meanwhile = False
         """whether this member hosts the join queue while there is no rank 0"""
         self._invited: tuple[Member, ...] = ()
         """newcomers of the next world, if that is decided ahead"""
         own.put("run_id", run_id)
         own.put("uid", uid)
+
+    @property
+    def world(self) -> World | None:
+        """The world that this member is in, or was in last: the one holder of that. None before its first world, and
+        after `stand_down`."""
+        return self.facts.world
 
     def _begin(self, members: tuple[Member, ...]) -> None:
         """As Newcomers.begin. Give the job a new token if this worker waited for another job, which may live."""
@@ -199,7 +204,7 @@ class PeerJob:
     def queue(self) -> list[Waiting]:
         """Return the workers in the join queue, for rank 0."""
         waiting = self.entrance.queue()
-        self.entrance.drop(self._newcomers.tell_again(self._world, waiting))
+        self.entrance.drop(self._newcomers.tell_again(self.world, waiting))
         return waiting
 
     def is_over(self) -> bool:
@@ -238,11 +243,11 @@ class PeerJob:
     def enter(self, world: World, facts: Mapping[str, str], decision: Decision | None) -> None:
         """Enter `world`, adopted by `decision` or from the join queue, and publish its rank 0 as the queue's host."""
         if decision is not None:
-            self._newcomers.message = self._newcomers.message_for(decision, self._world)
+            self._newcomers.message = self._newcomers.message_for(decision, self.world)
         self._known.enter(world, decision)
         if world.is_spare:  # a spare is not in the collective that compares whether members see the place
             self.place.note(world.uid, is_shared=None)
-        before, self._world = self._world, world
+        before = self.world
         was_host, self._is_host_meanwhile = self._is_host_meanwhile, False
         invited, self._invited = self._invited, ()
         if before is None:
@@ -258,7 +263,7 @@ class PeerJob:
     def _after_entering(self, world: World) -> None:
         """Do the rest, for which no caller waits."""
         self.entrance.drop(world.members)
-        self._clients.connect_ahead(world, lambda: self._world is world)
+        self._clients.connect_ahead(world, lambda: self.world is world)
 
     def settle(self, world: World) -> None:
         """Note that this member has finished SETTLED_REDUCTIONS in the present world: its workers have the state."""
@@ -325,14 +330,14 @@ class PeerJob:
     def tend(self, world: World | None, *, headless: World | None = None) -> None:
         """Do the background tasks, twice a second, on the watcher thread. `headless`: the world that has lost its
         rank 0, while its members have yet to agree on the next world."""
-        self.finder.keep(has_world=self._world is not None)
+        self.finder.keep(has_world=self.world is not None)
         self._known.old_keys.tend()
-        rests = self.entrance.holds_back if self._world is None else world is None
+        rests = self.entrance.holds_back if self.world is None else world is None
         self._own.put("rests", "yes" if rests else "")
-        world = world or self._world  # also between two worlds: no other job may begin meanwhile
-        if headless is not None and headless.rank > 0 and headless is self._world and not self._is_host_meanwhile:
+        world = world or self.world  # also between two worlds: no other job may begin meanwhile
+        if headless is not None and headless.rank > 0 and headless is self.world and not self._is_host_meanwhile:
             self._is_host_meanwhile = True
-            self.entrance.host_meanwhile(headless, lambda: self._world)
+            self.entrance.host_meanwhile(headless, lambda: self.world)
         # Some more ranks do this: the endpoint where newcomers look may be out of reach for rank 0 alone.
         if world is not None and (world.rank <= NUM_PROPOSERS or world is headless):
             stores = stores_by_node(world)
@@ -348,7 +353,7 @@ class PeerJob:
 
     def stand_down(self) -> None:
         """Leave the world for good, so that no newcomer waits for this member. The watcher may still tend."""
-        self._world = self.facts.world = None
+        self.facts.world = None
         with suppress(StoreUnreachable):  # its store lives as long as the process: newcomers would wait there
             self.entrance.forget_host()
 

@@ -46,6 +46,8 @@ class Clock:
 class Queue:
     """What membership asks of the job here."""
 
+    world: World | None = None
+
     def __init__(self, waiting: list[Waiting], agreement: dict[str, Any]) -> None:
         self.waiting = waiting
         self.facts = SimpleNamespace(known={"agreement": json.dumps(agreement)})
@@ -65,12 +67,19 @@ def member(number: int, **agreement: Any) -> Member:
     )
 
 
+def enter(here: Membership, world: World) -> None:
+    """As `Membership` does when a world is agreed on."""
+    job: Any = here.job
+    job.world = world
+    here.joins.enter(world)
+
+
 def newcomers(*waiting: Member, agreement: dict[str, Any]) -> tuple[Membership, Clock, World]:
     clock = Clock()
     job = Queue([Waiting(one, 1) for one in waiting], agreement)
     found = bare_membership(job, member(0), surroundings=Surroundings(monotonic=clock))
     world = World(0, 0, (member(0),))
-    found.joins.enter(world)
+    enter(found, world)
     return found, clock, world
 
 
@@ -111,7 +120,7 @@ def test_a_spare_that_is_gone_keeps_nobody_out(answers: bool) -> None:
     """It is in nobody's step, so that its death ends no world."""
     here, clock, _ = newcomers(member(2), agreement={})
     world = World(0, 0, (member(0), member(1)), max_world_size=1)
-    here.joins.enter(world)
+    enter(here, world)
     here.joins._max_nodes = 2
     here.joins._answering = lambda members: members if answers else tuple(one for one in members if one.uid != "uid1")
     for _ in range(2):
@@ -132,7 +141,7 @@ def test_where_the_world_ends_for_others_no_plan_is_begun_or_followed() -> None:
         clock.now += 2 * SETTLE_SECONDS
     assert joins.prepared is None
     assert [one.uid for one in joins._admits] == ["uid1"], "in the agreement, which is to come"
-    joins.enter(replace(world, uid="next"))
+    enter(here, replace(world, uid="next"))
     joins._plan, joins._preparation = Plan("next", (), None), SimpleNamespace(is_ready=False, plan="it")  # type: ignore
     assert joins.prepared is None, "it is not decided"
     joins._preparation.is_ready = True
@@ -157,7 +166,7 @@ def test_nobody_is_admitted_to_a_world_that_nobody_could_train_in_and_who_waits_
         clock.now += 2 * SETTLE_SECONDS
     assert here.joins._admits == ()
     assert told == ["a parameter got no gradient"]
-    here.joins.enter(world)  # whatever holds there is found out there
+    enter(here, world)  # whatever holds there is found out there
     for _ in range(2):
         here.joins.consider(world)
         clock.now += 2 * SETTLE_SECONDS
@@ -176,14 +185,14 @@ def test_until_a_world_of_one_has_done_a_step_whoever_comes_waits_and_is_told_no
             clock.now += 2 * SETTLE_SECONDS
 
     here.joins.why_closed_in = lambda entered: "" if entered is world else None
-    here.joins.enter(world)
+    enter(here, world)
     look_for_long()
     assert here.joins.vote() == 0
     here.joins.why_closed = "a parameter got no gradient"  # found in its first step, before the commit
     here.joins.follow_vote(world, 0)
     look_for_long()
     assert (here.joins.vote(), told) == (0, ["a parameter got no gradient"])
-    here.joins.enter(world)
+    enter(here, world)
     look_for_long()
     here.joins.follow_vote(world, 0)
     look_for_long()
@@ -236,7 +245,7 @@ def test_a_model_on_several_devices_admits_nobody(flags: dict[str, Any]) -> None
     told: list[str] = []
     here.joins.news.tell = lambda _node, why: told.append(why)  # type: ignore[method-assign]
     here.joins.why_closed_in = partial(why_closed_in, worker)
-    here.joins.enter(alone)
+    enter(here, alone)
     for _ in range(3):
         here.joins.consider(alone)
         here.joins.follow_vote(alone, 0)

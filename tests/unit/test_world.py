@@ -104,7 +104,8 @@ def test_the_first_world_of_a_thousand_workers_fits_into_a_request_of_etcd() -> 
 def test_the_same_members_that_have_failed_to_form_a_group_may_take_longer_the_next_time() -> None:
     members = tuple(replace(member(number, number), uid=f"uid{number}", store=("h", number)) for number in range(3))
     place = SimpleNamespace(has_moved=lambda _uid: False)
-    job: Any = SimpleNamespace(enter=lambda *_: None, facts=SimpleNamespace(known={}), place=place)
+    job: Any = SimpleNamespace(facts=SimpleNamespace(known={}), place=place, world=None)
+    job.enter = lambda world, *_: setattr(job, "world", world)
     watcher, found = SimpleNamespace(adopt=lambda _world: None), []
     membership = bare_membership(job, members[0], watcher, surroundings=Surroundings())
     for inside, steps_then in [(3, False), (3, False), (3, False), (2, False), (2, True), (2, False)]:
