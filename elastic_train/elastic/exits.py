@@ -140,7 +140,8 @@ class Exits:
             with told(self._worker.reporter):
                 self._saver.save_and_wait(self._worker.state)
                 self._saver.wait()
-        self._files.leave_bucket_between_worlds(world)
+        if world.num_nodes == 1:  # else the other nodes' next world may take long
+            self._files.leave_bucket_alone(world)
         code = self._say_stopped(time.monotonic() - started)
         _let_first_save(world, self._worker.stop, self._membership)
         return code

@@ -76,9 +76,8 @@ class RingParts:
     exits: Exits
 
 
-class Ring:
-    """Takes one worker from stage to stage, and thereby through its worlds. The method with a stage's name runs it, and
-    returns the next stage or the exit code.
+class Stages:
+    """The stages of one worker. The method with a stage's name runs it, and returns the next stage or the exit code.
 
     Args:
         clock: monotonic, in seconds.
@@ -115,38 +114,6 @@ class Ring:
         """kept until training begins; if it is still there at the finish, this process has trained nothing"""
         self._began = clock()
         """when the present stage began"""
-
-    def run(self) -> int:
-        """Run the stages until the end. Returns the exit code of the worker.
-
-        Raises:
-            Stopped: this worker was told to stop, and has no state. JobFinished: the job had finished before.
-            StoreUnreachable, FormationFailed, LeftOut: this worker cannot go on.
-            An error of the worker's own, or of the job.
-        """
-        self._worker.state.clock.enter(Phase.FORM)
-        stage: Stage | int = Stage.MEET
-        try:
-            while isinstance(stage, Stage):
-                self._began = self._clock()
-                following = self._guarded(stage)
-                where = "" if self.world is None else f" generation={self.world.generation} rank={self.world.rank}"
-                at = f"step={self._worker.state.step} ({self._clock() - self._began:.3f} s)"
-                self._worker.reporter.debug(f"{stage} -> {following}{where} {at}")
-                stage = following
-            return stage
-        finally:
-            self._group.close(sys.exception())
-
-    def _guarded(self, stage: Stage) -> Stage | int:
-        try:
-            return STAGES[stage](self)
-        except Exception as error:  # of any kind: the trained code may raise anything
-            if not self._is_inside:
-                raise
-            following = self._break_off(error)
-        # The error is gone here, and with it the last reference to the group, so its sockets are closed.
-        return following
 
     # --- between worlds -----------------------------------------------------------------------------------------------
 
@@ -356,4 +323,40 @@ class Ring:
         return self.world
 
 
-STAGES: dict[Stage, Callable[[Ring], Stage | int]] = {stage: getattr(Ring, stage.name.lower()) for stage in Stage}
+STAGES: dict[Stage, Callable[[Stages], Stage | int]] = {stage: getattr(Stages, stage.name.lower()) for stage in Stage}
+
+
+class Ring(Stages):
+    """Takes one worker from stage to stage, and thereby through its worlds."""
+
+    def run(self) -> int:
+        """Run the stages until the end. Returns the exit code of the worker.
+
+        Raises:
+            Stopped: this worker was told to stop, and has no state. JobFinished: the job had finished before.
+            StoreUnreachable, FormationFailed, LeftOut: this worker cannot go on.
+            An error of the worker's own, or of the job.
+        """
+        self._worker.state.clock.enter(Phase.FORM)
+        stage: Stage | int = Stage.MEET
+        try:
+            while isinstance(stage, Stage):
+                self._began = self._clock()
+                following = self._guarded(stage)
+                where = "" if self.world is None else f" generation={self.world.generation} rank={self.world.rank}"
+                at = f"step={self._worker.state.step} ({self._clock() - self._began:.3f} s)"
+                self._worker.reporter.debug(f"{stage} -> {following}{where} {at}")
+                stage = following
+            return stage
+        finally:
+            self._group.close(sys.exception())
+
+    def _guarded(self, stage: Stage) -> Stage | int:
+        try:
+            return STAGES[stage](self)
+        except Exception as error:  # of any kind: the trained code may raise anything
+            if not self._is_inside:
+                raise
+            following = self._break_off(error)
+        # The error is gone here, and with it the last reference to the group, so its sockets are closed.
+        return following

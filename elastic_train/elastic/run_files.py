@@ -74,14 +74,6 @@ class RunFiles:
             return str(error)
         return None
 
-    def enter_bucket(self, world: World) -> None:
-        """Let the worker that writes report from now on that the job lives. This worker has the run's state."""
-        if self._bucket is not None:
-            state = self._worker.state
-            self._bucket.owner.enter(
-                self.job_token, world.generation, state.run_uid, state.superseded, is_writer=world.rank == 0
-            )
-
     def hold_bucket(self, world: World, *, has_state: bool) -> None:
         """Report that the job lives while there is no world: the worker that did may be lost. Returns at once."""
         if self._bucket is not None and has_state and world.rank == 0:
@@ -103,11 +95,6 @@ class RunFiles:
         if self._bucket is not None and world.is_first_of_node:
             self._bucket.owner.leave()
 
-    def leave_bucket_between_worlds(self, world: World) -> None:
-        """Do the same between two worlds, but only without other nodes: their next world may take long."""
-        if world.num_nodes == 1:
-            self.leave_bucket_alone(world)
-
     def take_token(self, token: str) -> None:
         """Take the world's token: that of the first host of this worker's join queue may be another one."""
         if token != self.job_token:
@@ -127,8 +114,8 @@ class RunFiles:
     def _why_no_owner(self, generation: int) -> str | None:
         self.wait_for_claim()
         why = self._why_not(self._worker.directory.ownership.check_owner, generation)
-        if why is None and self._bucket is not None:
-            self._bucket.owner.raise_if_lost()
+        if why is None:
+            self.raise_if_replaced()
         return why
 
     def _why_not(self, check: Callable[[str, int], None], generation: int) -> str | None:
@@ -243,9 +230,13 @@ class RunFiles:
         )
 
     def note_run(self, world: World) -> None:
-        """Write which run the directory belongs to. This worker has the run's state."""
+        """Write which run the directory belongs to; the worker that writes reports in the bucket, from now on, that the
+        job lives. This worker has the run's state."""
         state, directory = self._worker.state, self._worker.directory
-        self.enter_bucket(world)
+        if self._bucket is not None:
+            self._bucket.owner.enter(
+                self.job_token, world.generation, state.run_uid, state.superseded, is_writer=world.rank == 0
+            )
         record = RunRecord(state.run_uid, state.superseded)
         if not world.is_directory_leader or record == self._noted:
             return

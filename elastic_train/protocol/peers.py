@@ -1,6 +1,6 @@
 """A job in which each member serves a store, and the members decide together: no process and no machine is special.
 
-The members decide the successor of their world by a ballot (ballots.py); rules.py defines which votes are enough.
+The members decide the successor of their world by a ballot (ballots.py); laws.py defines which votes are enough.
 
 Keys in a member's own store: `host` (store of the host of the join queue, as far as it knows), `queue/...` (the join
 queue, while this member is the host), `members` (stores of its world, which newcomers remember), `rests` (set while its
@@ -150,14 +150,12 @@ class PeerJob:
         knows: Sequence[Address] = (),
     ) -> None:
         self._own, self.finder, self._peer_timeout, self._in_background = own, finder, peer_timeout, in_background
-        self._clients = Clients(own, uid, reach)
-        self._beside = Clients(own, uid, reach)
-        """for the thread that prepares a join"""
-        self._known = known = KnownWorlds(own)
-        self.place = Arbitration(arbiter, peer_timeout, clock)
+        self._clients, self._beside = Clients(own, uid, reach), Clients(own, uid, reach)
+        """for the training thread, and for the thread that prepares a join"""
+        self._draw_uid, self._known = draw_uid, KnownWorlds(own)
+        known, self.place = self._known, Arbitration(arbiter, peer_timeout, clock)
         self._newcomers = Newcomers(self._clients, known, self.place, max_world_size, draw_uid)
         self.announcements = Announcements(self._clients, known, self._newcomers)
-        self._draw_uid = draw_uid
         self.entrance = Entrance(
             self._clients, address, finder, size, run_id=run_id, refused=refused, begin=self._begin, clock=clock,
             probe_all=probe_all, knows=knows,
@@ -176,8 +174,7 @@ class PeerJob:
 
     @property
     def world(self) -> World | None:
-        """The world that this member is in, or was in last: the one holder of that. None before its first world, and
-        after `stand_down`."""
+        """The world that this member is in, or was in last; None before the first one, and after `stand_down`."""
         return self.facts.world
 
     def _begin(self, members: tuple[Member, ...]) -> None:
@@ -247,9 +244,8 @@ class PeerJob:
         self._known.enter(world, decision)
         if world.is_spare:  # a spare is not in the collective that compares whether members see the place
             self.place.note(world.uid, is_shared=None)
-        before = self.world
         was_host, self._is_host_meanwhile = self._is_host_meanwhile, False
-        invited, self._invited = self._invited, ()
+        before, invited, self._invited = self.world, self._invited, ()
         if before is None:
             self._own.put("begun", world.uid)
         self.facts.enter(world, facts)
@@ -328,8 +324,7 @@ class PeerJob:
     # --- its thread and its end ---------------------------------------------------------------------------------------
 
     def tend(self, world: World | None, *, headless: World | None = None) -> None:
-        """Do the background tasks, twice a second, on the watcher thread. `headless`: the world that has lost its
-        rank 0, while its members have yet to agree on the next world."""
+        """Do the background tasks, on the watcher thread. `headless`: a world that is over and has lost its rank 0."""
         self.finder.keep(has_world=self.world is not None)
         self._known.old_keys.tend()
         rests = self.entrance.holds_back if self.world is None else world is None

@@ -80,9 +80,7 @@ class Life:
             save_beside=self.part("save"), save_and_wait=self.part("save and wait"), unsaved=lambda _state: "",
             enter=lambda _world: None, wait=lambda: None,
         )  # fmt: skip
-        files: Any = SimpleNamespace(
-            leave_bucket_alone=self.part("leave the bucket"), leave_bucket_between_worlds=self.part("leave the bucket")
-        )
+        files: Any = SimpleNamespace(leave_bucket_alone=self.part("leave the bucket"))
         self.exits = exits = Exits(self.worker, membership, saver, trainer, files)
         self.noticed = Noticed(self.worker)
         self.late = LateStop(
@@ -150,11 +148,12 @@ def test_the_next_start_need_not_wait_for_the_bucket(request: pytest.FixtureRequ
     nodes = []
     for rank, bucket in enumerate(buckets):
         reporter = SimpleNamespace(warn=pytest.fail, log=print)
-        worker: Any = SimpleNamespace(bucket=bucket, state=state, reporter=reporter)
+        directory = SimpleNamespace(replace_file=lambda *_: None)
+        worker: Any = SimpleNamespace(bucket=bucket, state=state, reporter=reporter, directory=directory)
         nodes.append((RunFiles(worker, "job"), World(rank, 3, (ME, replace(ME, host="b", uid="other")), uid="two")))
     buckets[0].owner.take("job", 3, lambda: None)
     for files, world in nodes:
-        files.enter_bucket(world)
+        files.note_run(world)
     for (files, world), bucket in zip(nodes, buckets, strict=True):
         bucket.owner.check()
         files.leave_bucket_alone(world)
