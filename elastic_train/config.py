@@ -17,8 +17,8 @@ from elastic_train.snapshot_interval import interval_of, steps_or_text
 from elastic_train.wording import flag_without_value, nearest_multiples, no_value, of_torchrun, unrecognized
 
 DOWNLOADABLE = ("mnist", "fashion-mnist", "cifar10")
-IS_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""One slash is enough: `Path` reduces the two of a URL to one."""
+IS_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash is enough: `Path` reduces the two of a URL to one
+_FORK_OR_SPAWN = {"custom_args": {"type": str, "nargs": "?", "choices": ("fork", "spawn")}}
 PLAIN_TYPES = (str, int, float, bool, type(None), list)
 
 
@@ -175,7 +175,7 @@ class NodeFlags:
     right for data in memory"""
     prefetch_factor: int | None = at_least(1, None)
     """batches that each DataLoader process reads ahead; default: torch's, 2"""
-    multiprocessing_context: Literal["fork", "spawn"] | None = None
+    multiprocessing_context: Literal["fork", "spawn"] | None = dataclasses.field(default=None, metadata=_FORK_OR_SPAWN)
     """how DataLoader processes start: spawn if the data set must not be forked; default: Python's"""
     peer_timeout: float = positive(10.0)
     """seconds of silence after which a peer is taken for dead (hang, partition)"""
@@ -304,11 +304,12 @@ def parse(
         def error(self, message: str) -> NoReturn:
             raise UsageError(f"{message} (--help lists all flags)")
 
-    parser = Parser(
-        prog="elastic_train",
-        allow_abbrev=False,
-        add_option_string_dash_variants=DashVariant.DASH,
-    )
+        def add_argument_group(self, title: Any = None, *rest: Any, **options: Any) -> Any:
+            # "TaskFlags ['task']" is simple_parsing's title; `--help` shows "task flags".
+            title = title and re.sub(r".+ \['(\w+?)(_flags)?'\]", r"\1 flags", title)
+            return super().add_argument_group(title, *rest, **options)
+
+    parser = Parser(prog="elastic_train", allow_abbrev=False, add_option_string_dash_variants=DashVariant.DASH)
     for scope in scopes:
         parser.add_arguments(scope, dest=_dest(scope))
     if own_flags is not None:

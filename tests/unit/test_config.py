@@ -156,7 +156,16 @@ def test_a_dataclass_of_the_users_becomes_flags() -> None:
 def test_help_shows_the_users_flags(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"], OwnFlags)
-    assert "--width int of the hidden layer (default: 3)" in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--width int of the hidden layer (default: 3)" in shown
+    assert " task flags: " in shown
+    assert " own flags: " in shown
+    assert "['" not in shown
+
+
+def test_a_wrong_choice_is_answered_by_the_choices() -> None:
+    with pytest.raises(UsageError, match=r"--multiprocessing-context: invalid choice: 'thread'.*fork.*spawn"):
+        parse(["--multiprocessing-context", "thread"])
 
 
 def test_a_flag_of_the_users_must_not_have_the_name_of_one_of_ours() -> None:
