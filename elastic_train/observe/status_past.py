@@ -1,4 +1,4 @@
-"""What interrupted a run so far, and what its workers warned of."""
+"""The incidents and warnings of a run so far."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from elastic_train.wording import count, duration, workers_go_on
 
 
 def incidents_of(workers: list[WorkerLines], result: Line | None) -> tuple[Line, ...]:
-    """What interrupted the run, each as `incidents` in result.json has it, oldest first: from there, where it is of
-    this end, else from the worlds that went on. Of an older version there may be less in them, and in events none."""
+    """Return the run's incidents in the form of result.json, oldest first. They are from result.json if it belongs to
+    this end, else from the events `world`. Older versions have fewer fields there, and no incidents in events."""
     if result is not None and isinstance(result.get("incidents"), list):
         return tuple(filter(_is_incident, result["incidents"]))
     worlds = [line for worker in workers for line in worker.lines if line["event"] == "world"]
     found: dict[tuple[int | None, str], Line] = {}
-    for line in sorted(worlds, key=lambda line: int_of(line, "rank") or 0):  # rank 0's is that of the result
+    for line in sorted(worlds, key=lambda line: int_of(line, "rank") or 0):  # rank 0's first: the result has these
         for one in line["incidents"] if isinstance(line.get("incidents"), list) else ():
             if _is_incident(one):
                 found.setdefault((int_of(one, "generation"), one["cause"]), one)
@@ -29,9 +29,10 @@ def _is_incident(one: object) -> bool:
 
 
 def describe_incident(one: Line, now: float) -> str:
-    """`peer_lost, 8.7 s ago: lost a/0/12; generation 2: 2 workers go on at step 144`, as far as it is known."""
+    """Return a line such as `peer_lost, 8.7 s ago: lost a/0/12; generation 2: 2 workers go on at step 144`. Unknown
+    parts are left out."""
     lost, left, joined = (_names(one, f"{how}_members") for how in ("lost", "left", "joined"))
-    if one["cause"] == "leave":  # of an older version, those who left are here
+    if one["cause"] == "leave":  # an older version has members that left in `lost_members`
         lost, left = "", left or lost
     step, lost_steps, size = (int_of(one, name) for name in ("step", "committed_steps_lost", "world_size"))
     who = [f"lost {lost}" if lost else "", f"{left} left" if left else "", f"{joined} joined" if joined else ""]
@@ -61,6 +62,6 @@ def warnings_of(workers: list[WorkerLines]) -> list[str]:
         message = str(line.get("message"))
         kind = _NUMBER.sub("", message)
         counts[kind] += 1
-        newest.pop(kind, None)  # so that the newest kind is the last
+        newest.pop(kind, None)  # so that the kind of the newest warning is last
         newest[kind] = message
     return [message if counts[kind] == 1 else f"{message} ({counts[kind]} times)" for kind, message in newest.items()]

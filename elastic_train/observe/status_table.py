@@ -21,7 +21,7 @@ SHOWN_MESSAGES = 3
 
 
 def describe(status: Status, now: float) -> list[tuple[str, str]]:
-    """What a person is told, as (name, text); what is not known is left out."""
+    """Return the rows for people as (name, text). Unknown values are left out."""
     rows = [("run", str(status.run_dir)), ("state", status.state.value)]
 
     def row(name: str, text: str | None) -> None:
@@ -94,7 +94,7 @@ def _of(value: int | None, total: int | None) -> str | None:
 
 
 def _describe_snapshot(snapshot: NewestSnapshot | None, bucket: str | None, now: float) -> str:
-    if snapshot is None and bucket is not None:  # machines that are new have no event of one
+    if snapshot is None and bucket is not None:  # new machines have no events of snapshots
         return f"none that these files tell of; elastic-train snapshot list {bucket} shows what is there"
     if snapshot is None:
         return "none"
@@ -103,7 +103,7 @@ def _describe_snapshot(snapshot: NewestSnapshot | None, bucket: str | None, now:
 
 
 def _some(messages: tuple[str, ...]) -> str | None:
-    """How many, and the last of them."""
+    """Return the number of messages, and the last of them; None if there are none."""
     if not messages:
         return None
     shown = messages[-SHOWN_MESSAGES:]
@@ -123,7 +123,7 @@ _COLOURS = {
 
 
 def show(status: Status, now: float, file: TextIO) -> None:
-    """A small table on a terminal, `name: text` lines elsewhere."""
+    """Print the status: a table on a terminal, `name: text` lines elsewhere."""
     rows = describe(status, now)
     if not file.isatty():
         print("\n".join(f"{name}: {text}" for name, text in rows), file=file)
@@ -134,7 +134,7 @@ def show(status: Status, now: float, file: TextIO) -> None:
 
 
 def as_table(status: Status, rows: Iterable[tuple[str, str]]) -> Table:
-    """The rows of `describe` for a terminal, with a bar below the step."""
+    """Return the rows of `describe` as a table for a terminal, with a bar below the step."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -150,8 +150,8 @@ def as_table(status: Status, rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def to_json(status: Status) -> str:
-    """One object, a name for each field of `Status`; null where the files tell none, or no finite number."""
+    """Return one object with the fields of `Status`. Unknown values and numbers that are not finite are null."""
     told = {entry.name: getattr(status, entry.name) for entry in dataclasses.fields(status)}
     told["capacity"] = status.capacity.as_json()
     told["snapshot"] = None if status.snapshot is None else dataclasses.asdict(status.snapshot)
-    return file_of(told, default=str)  # of what JSON does not know there are paths alone
+    return file_of(told, default=str)  # only for paths: JSON has all other types

@@ -1,9 +1,9 @@
 """Randomness for data, as a pure function of (seed, epoch, sample index).
 
-Nothing here reads or advances a generator that outlives the call. A sample therefore looks the same whichever
-process loads it, in whatever batch, before and after a change of the World. Data held in memory takes its random
-numbers from a counter-based hash, for a whole batch at once. Data loaded item by item gets the global generators
-seeded around each item, and around what makes the batch of them (`SeededItems`), so that any transform works unchanged.
+Nothing here reads or advances a generator that outlives the call. So a sample is the same in every process and every
+batch, before and after a change of the world. Data held in memory takes its random
+numbers from a counter-based hash, for a whole batch at once. For data that is loaded item by item, `SeededItems` seeds
+the global generators before each item and before the batch is made of them, so any transform works unchanged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Augmentation:
     """whether to mirror left to right, half of the time"""
 
 
-@lru_cache(maxsize=16)  # numpy takes longer for this one number than for those of a batch
+@lru_cache(maxsize=16)  # one number takes numpy longer than those of a batch
 def _key(seed: int, epoch: int, stream: int) -> np.uint64:
     key = 0
     for word in (seed, epoch, stream):
@@ -64,13 +64,13 @@ def random_bits(
 def random_integers(
     seed: int, epoch: int, indices: npt.NDArray[np.int64], stream: int, below: int
 ) -> npt.NDArray[np.int64]:
-    """One integer in [0, below) for each sample: (sample,). The bias is under `below` / 2**32."""
+    """Return one integer in [0, below) for each sample: (sample,). The bias is under `below` / 2**32."""
     bits = random_bits(seed, epoch, indices, stream)[:, 0]
     return ((bits >> np.uint64(32)) % np.uint64(below)).astype(np.int64)
 
 
 def random_shifts(seed: int, epoch: int, indices: npt.NDArray[np.int64], limit: int) -> Tensor:
-    """Pixels to move each sample by, each in [-limit, limit]: (sample, axis), axis 0 down and axis 1 right."""
+    """Return by how many pixels to move each sample, in [-limit, limit]: (sample, axis); axis 0 is down, 1 right."""
     draws = [
         random_integers(seed, epoch, indices, stream, 2 * limit + 1) - limit
         for stream in (_STREAM_SHIFT_Y, _STREAM_SHIFT_X)
@@ -79,7 +79,7 @@ def random_shifts(seed: int, epoch: int, indices: npt.NDArray[np.int64], limit: 
 
 
 def random_flips(seed: int, epoch: int, indices: npt.NDArray[np.int64]) -> Tensor:
-    """Whether to mirror each sample: bool, (sample,)."""
+    """Return whether to mirror each sample: bool, (sample,)."""
     return torch.from_numpy(random_integers(seed, epoch, indices, _STREAM_FLIP, 2) == 1)
 
 
@@ -105,7 +105,7 @@ def horizontal_flip(images: Tensor, flips: Tensor) -> Tensor:
 def augment(
     images: Tensor, augmentation: Augmentation, seed: int, epoch: int, indices: npt.NDArray[np.int64]
 ) -> Tensor:
-    """`images` (sample, channel, height, width), sample k being `indices[k]`, as `epoch` shows them."""
+    """Return `images` (sample, channel, height, width) with the random changes of `epoch`; sample k is `indices[k]`."""
     if augmentation.shift:
         shifts = random_shifts(seed, epoch, indices, augmentation.shift)
         images = random_crop_shift(images, shifts, augmentation.shift)

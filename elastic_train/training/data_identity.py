@@ -1,7 +1,7 @@
 """Digests by which members check that they train the same model by the same code, on the same data in the same order.
 
-A folder that one node lists in another order, or with a replaced file, has the same length and would break exactly-once
-unnoticed. Only a few names and items are read, so this is cheap for any number of items.
+If one node lists a folder in another order, or a file of it was replaced, the length is the same, but samples would be
+used twice or never, unnoticed. Only a few names and items are read, so this is cheap for any number of items.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from elastic_train.wording import count
 NUM_ENTRIES = 64
 """entries read of each list that the data set holds about its items"""
 MAX_DEPTH = 4
-"""of nested data sets"""
+"""levels of nested data sets"""
 MAX_INNER = 16
-"""data sets in one list of a data set"""
+"""data sets read of one list in a data set"""
 SHOWN = 40
 """characters of a name in a message"""
 

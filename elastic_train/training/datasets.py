@@ -1,7 +1,7 @@
-"""The bundled data sets, and the one wrapper through which the trainer reads any map-style data set.
+"""The bundled data sets.
 
-`digits` lies in the package and needs neither torchvision nor PIL; both are imported only by the data sets that use
-them, because every worker that joins waits for its imports.
+`digits` is part of the package and needs neither torchvision nor PIL. Only the data sets that need these import them,
+because every worker that joins waits for its imports.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synth
 DIGITS_PATH = Path(__file__).with_name("data") / "digits.npz"
 DIGITS_TEST_PER_CLASS = 36
 
-_FLOAT_LIMIT_BYTES = 16 * 2**20  # up to here a second, normalised copy in memory is cheaper than converting
+_FLOAT_LIMIT_BYTES = 16 * 2**20  # limit for a second, normalised copy in memory: cheaper than converting each batch
 _LARGEST_IMAGE = 224
 
 
@@ -41,7 +41,7 @@ class _TorchvisionSet:
     channels: int
     image_size: int
     mean: tuple[float, ...]
-    """Of the training images, per channel, in units of pixel / 255."""
+    """of the training images, per channel, in units of pixel / 255"""
     std: tuple[float, ...]
     augmentation: Augmentation
 
@@ -59,26 +59,26 @@ _TORCHVISION_SETS = {
     ),
 }
 
-# What torchvision and the standard library raise for files that are absent or cut short.
+# Errors of torchvision and the standard library for missing or truncated files.
 _UNREADABLE = (RuntimeError, OSError, ValueError, EOFError, AssertionError, pickle.UnpicklingError)
 
 
 @dataclass(frozen=True)
 class ImageData:
-    """A loaded pair of training and test set, and what a model needs to know about them."""
+    """A loaded training and test set, with the facts that a model is built from."""
 
     train: Dataset[Any]
     test: Dataset[Any] | None
     channels: int
     classes: int
     image_size: int
-    """Height and width of a training image, in pixels."""
+    """height and width of a training image, in pixels"""
 
 
 class TensorImages(Dataset[tuple[Tensor, Tensor]]):
     """Images held in memory as uint8 (sample, channel, height, width), labels as int64 (sample,).
 
-    `mean` and `std` are per channel and in pixel units. With an `augmentation` a batch depends on the epoch too.
+    `mean` and `std` are per channel, in pixel units. With an `augmentation` a batch also depends on the epoch.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class TensorImages(Dataset[tuple[Tensor, Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """One sample without augmentation."""
+        """Return one sample without augmentation."""
         return self._normalise(self.images[index : index + 1])[0], self.labels[index]
 
     def gather(self, indices: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """The batch of `indices` (int64) as `epoch` shows it: float32 images and int64 labels."""
+        """Return the batch of `indices` (int64) in `epoch`: float32 images and int64 labels."""
         labels = self.labels.index_select(0, indices)
         if self._normalised is not None:
             return self._normalised.index_select(0, indices), labels
@@ -118,14 +118,14 @@ class TensorImages(Dataset[tuple[Tensor, Tensor]]):
         return self._normalise(images), labels
 
     def _normalise(self, images: Tensor) -> Tensor:
-        # Two operations, each rounded exactly: a fused one may differ with a sample's place in the batch.
+        # Two operations, each rounded exactly: a fused one may round differently by a sample's place in the batch.
         return images.to(torch.float32).sub_(self._mean).div_(self._std)
 
 
 class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
-    """Made-up images of any number: each is its class's pattern under noise, from (seed, index) alone.
+    """Any number of generated images: the pattern of a class plus noise, a function of (seed, index).
 
-    `first_index` sets one set apart from another with the same patterns, such as test from training.
+    Sets with different `first_index` have the same patterns and other noise, such as test and training set.
     """
 
     shape = (3, 32, 32)
@@ -145,7 +145,7 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         return images[0], labels[0]
 
     def gather(self, indices: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """The batch of `indices` (int64), the same in every epoch: float32 images and int64 labels."""
+        """Return the batch of `indices` (int64), the same in every epoch: float32 images and int64 labels."""
         if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self._length:
             raise IndexError(f"synthetic sample index out of range [0, {self._length})")
         numbers = indices.numpy() + self._first_index
@@ -161,7 +161,7 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
 
 
 def check_dataset_name(name: str) -> None:
-    """Raises: UsageError, with the names that are close."""
+    """Raises: UsageError: there is no data set of that name; the message has close ones."""
     if name not in DATASETS:
         close = get_close_matches(name, DATASETS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(DATASETS)}"
@@ -169,9 +169,9 @@ def check_dataset_name(name: str) -> None:
 
 
 def load(name: str, data_dir: Path, seed: int = 0) -> ImageData:
-    """Reads the data set `name`. `seed` is what augmentation, and the synthetic images, are made from.
+    """Read the data set `name`. Augmentation and synthetic images are functions of `seed`.
 
-    Raises: DatasetMissing, UsageError for an unknown name.
+    Raises: DatasetMissing; UsageError: unknown name.
     """
     check_dataset_name(name)
     if name == "digits":
@@ -184,9 +184,9 @@ def load(name: str, data_dir: Path, seed: int = 0) -> ImageData:
 
 
 def digits_test_positions(labels: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Which of the 1,797 digits are test images, ascending; all others are training images, in file order.
+    """Return the positions of the test images among the 1,797 digits, ascending; all others are training images.
 
-    Of a class with n images, numbered 0 to n - 1 in file order, the 36 with the numbers k * n // 36 for k = 0 to 35.
+    A class has n images, numbered 0 to n - 1 in file order. Its test images are k * n // 36 for k = 0 to 35.
     """
     positions = []
     for digit in range(10):
@@ -216,7 +216,7 @@ def _load_digits(seed: int) -> ImageData:
 
 
 def synthetic(seed: int, *, train_length: int = 4096, test_length: int = 512) -> ImageData:
-    """Training and test set of made-up images, of any length; see `SyntheticImages`."""
+    """Return a training and a test set of `SyntheticImages`."""
     train = SyntheticImages(train_length, seed=seed)
     test = SyntheticImages(test_length, seed=seed, first_index=train_length)
     channels, image_size, _ = SyntheticImages.shape
@@ -269,7 +269,7 @@ def _load_imagefolder(data_dir: Path) -> ImageData:
         raise DatasetMissing(
             f"{train_dir} and {test_dirs[0]} do not have the same classes: {', '.join(differing[:5])} in one only"
         )
-    # The same on every member, since they share the order of the files: the first image speaks for all.
+    # All images get the size of the first one, which is the same on every member: they share the order of files.
     with Image.open(train.samples[0][0]) as first:
         image_size = min(*first.size, _LARGEST_IMAGE)
     train.transform, test.transform = _photo_transforms(image_size)
@@ -277,7 +277,7 @@ def _load_imagefolder(data_dir: Path) -> ImageData:
 
 
 def _photo_transforms(image_size: int) -> tuple[Callable[[Any], Tensor], Callable[[Any], Tensor]]:
-    """For training: a random part of the image, mirrored half of the time. For the test: its centre."""
+    """Return the transforms for training (a random part, mirrored half of the time) and for the test (the centre)."""
     from torchvision.transforms import v2  # type: ignore[import-untyped]
 
     to_normalised = [
@@ -285,7 +285,7 @@ def _photo_transforms(image_size: int) -> tuple[Callable[[Any], Tensor], Callabl
         v2.ToDtype(torch.float32, scale=True),
         v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     ]
-    # Small images are already cut to their subject; of photos the usual eighth at the border is left out.
+    # Small images are already cropped to their subject; photos lose the usual eighth at the border.
     is_small = image_size <= 64
     part = v2.RandomResizedCrop(image_size, scale=(0.5 if is_small else 0.25, 1.0))
     resized = v2.Resize(image_size if is_small else image_size * 8 // 7)
@@ -294,10 +294,10 @@ def _photo_transforms(image_size: int) -> tuple[Callable[[Any], Tensor], Callabl
 
 
 def download(name: str, data_dir: Path, timeout: timedelta = timedelta(hours=1)) -> None:
-    """Has torchvision fetch the data set `name` into `data_dir` unless it is already there.
+    """Download the data set `name` by torchvision into `data_dir`, unless it is there. No-op if it needs no download.
 
-    Safe to call from several processes of one machine at once: one fetches, the others wait for at most `timeout`.
-    Nothing happens for a data set that needs no download. Raises: DatasetMissing, UsageError for `imagefolder`.
+    Several processes of one machine may call it at once: one downloads, the others block for at most `timeout`.
+    Raises: DatasetMissing; UsageError: `imagefolder`.
     """
     check_dataset_name(name)
     if name == "imagefolder":
@@ -319,7 +319,7 @@ def download(name: str, data_dir: Path, timeout: timedelta = timedelta(hours=1))
 
 
 def _fetch(name: str, data_dir: Path) -> None:
-    """One process at a time. torchvision checks first what is already there."""
+    """Download training and test set, for one process at a time. torchvision skips files that are there."""
     for is_train in (True, False):
         _torchvision_class(name)(str(data_dir), train=is_train, download=True)
 

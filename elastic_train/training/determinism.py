@@ -1,4 +1,4 @@
-"""All that the bits of a run depend on beside its flags: made deterministic, recorded and compared.
+"""Deterministic kernels, and the fingerprint of all that a run's bits depend on beside its flags.
 
 Equal samples, weights and order of additions give equal bits only with the same kernels. These depend on the torch
 version, the kind of CPU or GPU, the libraries below torch with their environment variables, and the number of threads,
@@ -22,21 +22,21 @@ from elastic_train.errors import UsageError
 from elastic_train.system import processor_facts
 
 THREADS_PER_WORKER = 1
-"""kernels split sums over threads; every machine has one thread, and with a worker per core nothing is lost"""
+"""kernels split sums over threads, so all machines use one; with a worker per core this costs nothing"""
 
 MOST_GRAPHS = 256
 """graphs that torch.compile may make of one function, one per shape: equal to its own limit over all functions"""
 _OVER_LIMIT = "FailOnRecompileLimitHit"
-"""class of torch's error beyond that limit; it has no public name"""
+"""name of torch's error class beyond that limit; it is not public"""
 
 _NONDETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
-# cuBLAS picks among kernels by the workspace it has; torch refuses to call it deterministic without one of these.
+# cuBLAS chooses kernels by its workspace; torch calls it deterministic only with a fixed one, such as this.
 _CUBLAS_WORKSPACE = ":4096:8"
 _ENVIRONMENT = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "CUBLAS_WORKSPACE_CONFIG")
 
 
 def switch_on(*, strict: bool, warn: Callable[[str], None]) -> None:
-    """Set deterministic kernels and one thread for the rest of this process; before its first use of CUDA.
+    """Set deterministic kernels and one thread for the rest of this process. Call it before the first use of CUDA.
 
     Args:
         strict: an operator without a deterministic form raises; otherwise it runs.
@@ -44,7 +44,7 @@ def switch_on(*, strict: bool, warn: Callable[[str], None]) -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
     torch.use_deterministic_algorithms(True, warn_only=not strict)
-    # A help for debugging that costs a pass over memory; the attribute is made by a metaclass, unknown to mypy.
+    # This helps debugging only, and costs a pass over memory. A metaclass makes the attribute, which mypy cannot see.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
@@ -54,9 +54,9 @@ def switch_on(*, strict: bool, warn: Callable[[str], None]) -> None:
 
 
 def _compile_each_shape() -> None:
-    """Make torch.compile compile a graph for each shape, and run nothing uncompiled. After an epoch's first tail, one
-    graph for several shapes would run whole steps, too, and round them differently than in a process without a tail.
-    Beyond torch's limit of eight graphs the shapes that a process met last would run uncompiled."""
+    """Make torch.compile compile a graph for each shape, and run nothing uncompiled. By default torch compiles one
+    graph for several shapes after an epoch's first smaller step. That graph rounds differently, and a process that has
+    just joined does not have it. Beyond torch's limit of eight graphs new shapes would run uncompiled."""
     compiler = torch.compiler.config
     compiler.automatic_dynamic_shapes = False
     compiler.recompile_limit = max(compiler.recompile_limit, MOST_GRAPHS)
@@ -65,8 +65,8 @@ def _compile_each_shape() -> None:
 
 @contextmanager
 def refused_as_what_it_is(device: torch.device) -> Iterator[None]:
-    """Run user code inside the block. Raises: UsageError: torch refuses an operation that would not give the same bits,
-    as `switch_on` demands."""
+    """Run user code inside the block. Raises: UsageError: torch refuses an operation that is not deterministic, as
+    `switch_on` demands."""
     try:
         yield
     except Exception as error:
@@ -116,7 +116,7 @@ def _name_operators_in_warnings(warn: Callable[[str], None]) -> None:
 def fingerprint(device: torch.device) -> dict[str, str | int]:
     """Return all that the bits depend on in this process now, as plain values for a snapshot."""
     found: dict[str, str | int] = {
-        "torch": str(torch.__version__),  # a str of its own kind, which no snapshot takes
+        "torch": str(torch.__version__),  # torch.__version__ is a subclass of str, which a snapshot refuses
         "machine": platform.machine(),
         "cpu": _cpu_kind(processor_facts()),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

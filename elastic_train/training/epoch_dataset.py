@@ -21,7 +21,7 @@ from elastic_train.training.sampler import MicroBatch
 T = TypeVar("T")
 
 _WITHOUT_DRAWS = (TensorDataset, TensorImages, SyntheticImages)
-"""data sets that draw nothing: seeding generators would take longer than reading their batches"""
+"""data sets that draw no random numbers; seeding generators would take longer than reading their batches"""
 
 
 class _Told:
@@ -31,7 +31,7 @@ class _Told:
 
 
 _known: WeakValueDictionary[int, _Told] = WeakValueDictionary()
-"""by the data set's id, while a reader exists; a data set need not be hashable"""
+"""by the data set's id, as long as a reader exists; a data set may be unhashable"""
 
 
 class EpochDataset(Dataset[Any]):
@@ -44,18 +44,18 @@ class EpochDataset(Dataset[Any]):
     generators are seeded by (seed, epoch, the micro-batch's first index). A TensorDataset with the default collate
     gives the same batch without going through its items.
 
-    If the data set has a method `set_epoch` with one argument, it is called before the first micro-batch of an epoch in
-    every process that reads one; a training function's own call would not reach running processes. It draws the same
+    If the data set has a method `set_epoch` with one argument, every process calls it before its first
+    micro-batch of an epoch: a call in the training function would not reach running loader processes. It draws the same
     numbers in each process. Several readers of one data set in a process share the last epoch that it was given.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any] = default_collate) -> None:
-        length_of(dataset)  # for its error: a data set without a length cannot be read here
+        length_of(dataset)  # raises for a data set without a length
         self.dataset = dataset
         self._items = SeededItems(seed)
         self._collate = collate
         self._gather: Callable[[Tensor, int], Any] | None = None
-        # Looked up on the class: a wrapper that forwards missing attributes would lose its own items.
+        # Look it up on the class: a wrapper may forward missing attributes, and its own items would be bypassed.
         if getattr_static(type(dataset), "gather", None) is not None:
             self._gather = dataset.gather  # type: ignore[attr-defined]
         if type(dataset) is TensorDataset and collate is default_collate:
@@ -81,7 +81,7 @@ class EpochDataset(Dataset[Any]):
             self._told.epoch = epoch
 
     def read(self, indices: npt.NDArray[np.int64], epoch: int = 0) -> Any:
-        """Return the batch of at least one sample; outside of training, of the data set's last epoch."""
+        """Return the batch of at least one sample. Outside of training it is of the last epoch given to `set_epoch`."""
         if self._told.epoch is None:
             self._tell(epoch)
         if self._gather is None:
@@ -124,7 +124,7 @@ def length_of(dataset: Dataset[Any]) -> int:
 
 
 def as_fetched(fetched: T) -> T:
-    """The `collate_fn` for a DataLoader over `EpochDataset`, which has already made the batch."""
+    """Return a fetched batch as it is: the `collate_fn` for a DataLoader over `EpochDataset`."""
     return fetched
 
 
@@ -136,6 +136,6 @@ def _takes_one(method: Any) -> bool:
         signature(method).bind(0)
     except TypeError:
         return False
-    except ValueError:  # written in C, it has no signature
+    except ValueError:  # a function in C has no signature
         return True
     return True

@@ -27,7 +27,7 @@ from elastic_train.world import World
 
 BLOCK_SAMPLES = 256
 SUM_TOLERANCE = 0.02
-"""relative: half precision rounds, and a batch of texts may be padded differently; a mean differs by a third"""
+"""relative; half precision and other padding of texts differ by less, a mean in place of a sum by a third"""
 
 
 class BlockSampler:
@@ -74,7 +74,7 @@ def evaluate(
     `accuracy`.
 
     Args:
-        do: called at every block, each of which may take long, and when this rank begins to wait for its peers.
+        do: called at every block, because each may take long, and when this rank begins to wait for its peers.
         warn: as `open_loader`'s.
     """
     sampler = BlockSampler(len(dataset), world, _block_samples(config))
@@ -113,8 +113,8 @@ def find_no_sum(
     *,
     warn: Callable[[str], None] = warnings.warn,
 ) -> str | None:
-    """Return a warning if a task's own `evaluate` returns a value that is no sum over samples, such as a mean; else
-    None. The values of the first block's two halves must add up to those of the block.
+    """Return a warning if a task's own `evaluate` returns a value that is not a sum over samples, such as a mean; else
+    None. For a sum, the values of the first block's two halves add up to those of the block.
 
     Args:
         warn: as `open_loader`'s.
@@ -149,7 +149,7 @@ def _block_samples(config: Config) -> int:
 
 
 def _sums_of(model: nn.Module, task: Task, batch: Any, device: torch.device, config: Config) -> dict[str, torch.Tensor]:
-    """Return what the task's `evaluate` returns for a batch. Raises: UsageError: that is no dict of scalars; as
+    """Return the values of the task's `evaluate` for a batch. Raises: UsageError: they are not a dict of scalars; as
     `refused_as_what_it_is`."""
     with refused_as_what_it_is(device), autocast_of(config.precision, device)():
         values: Any = task.evaluate(model, task.to_device(batch, device))

@@ -1,4 +1,4 @@
-"""Copies of all that a step changes before its reduction is known to be sound, so that the step can be taken back."""
+"""Copies of all that a step changes before its reduction has succeeded, so that a failed step can be undone."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Buffers = dict[str, torch.Tensor | None]
 Remembered = dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]
 """by name: a buffer's tensor, and a copy of its values"""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""of an optimizer's `step`; the first is the optimizer"""
+"""arguments of an optimizer's `step`; the first one is the optimizer"""
 PARTS = "made_of"
-"""key in an optimizer's saved state: the states of the optimizers that it is made of"""
+"""key in an optimizer's saved state, for the states of the optimizers that it is made of"""
 _SCALES = ("_scale", "_growth_tracker")
 """attributes of a GradScaler; None before its first use"""
 
 
 class KeptStep:
-    """All that a step may change before its last reduction is known to be sound."""
+    """A copy of all that a step may change before its last reduction has succeeded."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class KeptStep:
         self.saved_shapes = {name: SavedShapes(one) for name, one in self.modules.items()}
         self.buffers = KeptBuffers(model, extras)
         self.updates = KeptUpdates(model, optimizer, extras, self.buffers)
-        # A scaler adapts its scale to the gradients; after a broken reduction these differ between the ranks.
+        # A scaler changes its scale by the gradients, and after a failed reduction these differ between ranks.
         self.scalers = scalers_in((scaler, optimizer, *extras))
         self._scales: list[tuple[dict[str, Any], Remembered]] = [(vars(one), {}) for one in self.scalers]
 
@@ -59,8 +59,8 @@ class KeptStep:
         self.updates.keep()
 
     def put_back(self) -> bool:
-        """Restore all to the start of the open step. Returns whether this includes what optimizers change."""
-        self.buffers.put_back()  # first: the extras' buffers get back the shapes that a load expects
+        """Restore all to the start of the open step. Returns whether weights and optimizers are restored, too."""
+        self.buffers.put_back()  # first: a load below expects the extras' buffers in their old shapes
         for held, kept in self._scales:
             _put_back(held, kept)
         return self.updates.put_back()
@@ -82,8 +82,8 @@ class KeptBuffers:
 
     def keep(self) -> None:
         """Copy the buffers at the start of a step."""
-        if self._num_walks < 2:  # only twice: walking through a large model can cost more than a step
-            self._num_walks += 1  # the second time for buffers that layers register in their first forward pass
+        if self._num_walks < 2:  # search only twice: it can cost more than a step for a large model
+            self._num_walks += 1  # again after the first step: forward passes may register buffers
             layers = {layer: None for module in self._modules for layer in module.modules() if layer._buffers}
             self._kept = [(layer._buffers, {}) for layer in layers]
         if self._kept:
@@ -162,7 +162,7 @@ class KeptUpdates:
         self.is_needed = len(self.optimizers) > 1
         """whether steps from the next one on need a copy; saved with the state, for a worker that takes it over"""
         self._num_begun = 0
-        """optimizer steps begun in the open step"""
+        """number of optimizer steps begun in the open step"""
         self._parameters: list[nn.Parameter] = []
         self._last: Any = None
         """copy of the last step, whose memory is reused"""

@@ -1,7 +1,7 @@
 """Image classifiers by name: two small ones of our own, and all of torchvision's.
 
-A torchvision model keeps its own names in the `state_dict`, since nothing is wrapped around it. What it needs of its
-input (three channels, a least size) is done to the batch before the call, by `fit_images`.
+A torchvision model is not wrapped, so its `state_dict` has torchvision's names. `fit_images` gives a batch the channels
+and the size that the model needs.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from elastic_train.errors import UsageError
 OWN_MODELS = ("cnn", "mlp")
 
 CIFAR_STEM_UP_TO = 64
-"""ResNets for images up to this size, in pixels, do not shrink them fourfold before the first block."""
+"""pixels; for images up to this size a ResNet does not shrink them fourfold before its first block"""
 
 _RESNETS = ("resnet", "resnext", "wide_resnet")
 _FIXED_SIZE = {"vit_": 224, "maxvit_": 224}
-# A training batch of one sample must still leave BatchNorm more than one value per channel. torchvision's models
-# shrink images 32-fold and go on at 2 x 2; Inception, which does not pad, needs more.
+# BatchNorm needs more than one value per channel, also for a batch of one sample. torchvision's models shrink images
+# 32-fold, so 64 pixels leave 2 x 2; Inception does not pad, and needs more.
 _LEAST_SIZE = {"inception_v3": 128}
 _USUAL_LEAST_SIZE = 64
 _RESNET_LEAST_SIZE = 32
 _CNN_LEAST_SIZE = 8
-# Trained without BatchNorm, these need small steps with SGD.
+# Without BatchNorm these need a small learning rate with SGD.
 _WITHOUT_BATCH_NORM = ("alexnet", "squeezenet")
 TRANSFORMER_LIKE = ("vit_", "swin_", "maxvit_", "convnext_")
 
 
 @dataclass(frozen=True)
 class InputForm:
-    """The images that a model takes."""
+    """The form of the images that a model takes."""
 
     channels: int
     image_size: int
 
 
 def input_form(name: str, channels: int, image_size: int) -> InputForm:
-    """What the model `name` wants to be given where the data has `channels` and `image_size`."""
+    """Return the form in which the model `name` takes images of `channels` and `image_size`."""
     if name == "mlp":
         return InputForm(channels, image_size)
     if name == "cnn":
@@ -54,7 +54,7 @@ def input_form(name: str, channels: int, image_size: int) -> InputForm:
 
 
 def fit_images(images: Tensor, form: InputForm) -> Tensor:
-    """`images` (sample, channel, height, width) with one channel repeated and resized, where `form` asks for it."""
+    """Return `images` (sample, channel, height, width) in `form`: a single channel repeated, and resized if needed."""
     if images.shape[1] == 1 and form.channels != 1:
         images = images.expand(-1, form.channels, -1, -1)
     if images.shape[-2:] != (form.image_size, form.image_size):
@@ -64,7 +64,7 @@ def fit_images(images: Tensor, form: InputForm) -> Tensor:
 
 
 def check_model_name(name: str) -> None:
-    """Raises: UsageError, with the names that are close."""
+    """Raises: UsageError: there is no model of that name; the message has close ones."""
     if name in OWN_MODELS:
         return
     from torchvision import models  # type: ignore[import-untyped]
@@ -77,12 +77,12 @@ def check_model_name(name: str) -> None:
 
 
 def build_model(name: str, *, channels: int, classes: int, image_size: int) -> nn.Module:
-    """A freshly initialised model for images of the data's `channels` and `image_size`; seed torch before the call.
+    """Return a newly initialised model for data of `channels` and `image_size`; seed torch before the call.
 
-    It takes images in the form that `input_form` gives for the same arguments. The `state_dict` of a torchvision
-    model loads with `strict=True` into torchvision's own of `classes` classes; of a ResNet for images up to
-    `CIFAR_STEM_UP_TO` pixels it has the same keys, but a smaller first convolution.
-    Raises: UsageError for an unknown name, or a number of channels that the model cannot take.
+    It takes images in the form of `input_form`. The `state_dict` of a torchvision model loads with `strict=True` into
+    torchvision's own model of `classes` classes. A ResNet for images up to `CIFAR_STEM_UP_TO` pixels is an exception:
+    it has the same keys, but a smaller first convolution.
+    Raises: UsageError: unknown name, or the model cannot take that number of channels.
     """
     check_model_name(name)
     form = input_form(name, channels, image_size)
@@ -96,7 +96,7 @@ def build_model(name: str, *, channels: int, classes: int, image_size: int) -> n
 
 
 def mlp(channels: int, classes: int, image_size: int) -> nn.Sequential:
-    """Two hidden layers and no BatchNorm."""
+    """Return a perceptron with two hidden layers and no BatchNorm."""
     return nn.Sequential(
         nn.Flatten(),
         nn.Linear(channels * image_size**2, 256),
@@ -108,10 +108,10 @@ def mlp(channels: int, classes: int, image_size: int) -> nn.Sequential:
 
 
 def cnn(channels: int, classes: int, image_size: int) -> nn.Sequential:
-    """A small convolutional net with BatchNorm and dropout, for images from 8 pixels.
+    """Return a small convolutional net with BatchNorm and dropout, for images from 8 pixels.
 
-    Averages instead of maxima, and a fixed last window instead of an adaptive one: both have a deterministic backward
-    pass on every device. BatchNorm only where the map is larger than 1 x 1, so that one sample is enough.
+    It uses average pooling with fixed windows: unlike max pooling and adaptive pooling, its backward pass is
+    deterministic on every device. BatchNorm has maps larger than 1 x 1 only, so a batch of one sample works.
     """
     layers = [*_convolution(channels, 32), *_convolution(32, 32), nn.AvgPool2d(2), *_convolution(32, 64)]
     width, size = 64, image_size // 2
@@ -133,11 +133,11 @@ def _convolution(in_channels: int, out_channels: int) -> list[nn.Module]:
 def _torchvision_model(name: str, classes: int, image_size: int) -> nn.Module:
     from torchvision import models
 
-    # The two with auxiliary classifiers return a tuple in training; without them they return a tensor like the rest.
+    # These two return a tuple in training because of auxiliary classifiers; without them a tensor, as other models do.
     options = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
     model: nn.Module = models.get_model(name, weights=None, num_classes=classes, **options)
     if isinstance(model, models.ResNet) and image_size <= CIFAR_STEM_UP_TO:
-        # The stem of the CIFAR experiments in the literature; the usual one would leave 32 pixels at 1 x 1.
+        # The first layers of the literature's CIFAR experiments: the usual ones would reduce 32 pixels to 1 x 1.
         model.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
         nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
         model.maxpool = nn.Identity()
@@ -145,7 +145,7 @@ def _torchvision_model(name: str, classes: int, image_size: int) -> nn.Module:
 
 
 def learning_rate(name: str, optimizer: str) -> float:
-    """For SGD with momentum 0.9, or AdamW, and about 64 samples per step."""
+    """Return a learning rate for SGD with momentum 0.9, or for AdamW, with about 64 samples per step."""
     if optimizer != "sgd":
         return 2e-3 if name in OWN_MODELS else 5e-4
     is_plain_vgg = name.startswith("vgg") and not name.endswith("_bn")

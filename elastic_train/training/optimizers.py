@@ -16,13 +16,13 @@ from elastic_train.errors import UsageError
 from elastic_train.wording import named
 
 OBJECTS_LOOKED_AT = 100_000
-"""limit of a search, some 50 ms"""
+"""limit of a search; it takes some 50 ms"""
 
 
 def build_optimizer(
     parameter_groups: list[dict[str, Any]], *, name: str, lr: float, momentum: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """Build `sgd` or `adamw`; a group's own values take precedence."""
+    """Build `sgd` or `adamw`. Values in a group take precedence."""
     if name == "adamw":
         return torch.optim.AdamW(parameter_groups, lr=lr, weight_decay=weight_decay)
     return torch.optim.SGD(parameter_groups, lr=lr, momentum=momentum, weight_decay=weight_decay)
@@ -89,7 +89,7 @@ def parts_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimize
 
 def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a scheduler of torch sets the rates. Takes some 50 ms if no group shows it."""
-    if any("initial_lr" in group for group in optimizer.param_groups):  # torch documents it, for resumed schedulers
+    if any("initial_lr" in group for group in optimizer.param_groups):  # a documented key, which schedulers set
         return True
     holders = gc.get_referrers(optimizer)  # ReduceLROnPlateau sets no `initial_lr`
     holders += gc.get_referrers(*(one for one in holders if type(one) is dict))  # perhaps an object's __dict__
@@ -114,7 +114,7 @@ def may_hold(one: object, objects: Iterable[object]) -> bool:
     """Return whether `one` is one of the objects or refers to one, through any wrappers. True if the search is cut
     off at OBJECTS_LOOKED_AT."""
     wanted = {*map(id, objects)}
-    # Types and modules are referred to by everything; nn.Modules and tensors schedule nothing.
+    # Not searched: every object refers to types and modules, and nn.Modules and tensors hold no schedulers.
     passed_by = type | types.ModuleType | nn.Module | torch.Tensor
     seen: set[int] = set()
     waiting = [one]

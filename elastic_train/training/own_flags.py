@@ -1,4 +1,4 @@
-"""The flags that a task of one's own brings along."""
+"""The flags of a user's own task."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from elastic_train.config import task_of
 
 
 def own_flags(arguments: list[str]) -> type | None:
-    """The dataclass of flags that the task of `--task` brings along; the task is imported for it."""
+    """Import the task of `--task`, and return the dataclass of its flags; None if there is none."""
     spec = task_of(arguments)
     if spec is None:
         return None
-    from elastic_train.training.tasks import (  # imports torch, which a --help without a task need not
+    from elastic_train.training.tasks import (  # imports torch, which --help without a task does not need
         flags_class,
         load_task,
     )

@@ -47,5 +47,5 @@ class Ratings:
 
 
 def latest(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the state dict, of one run's, that has the newest step; the first of several."""
+    """Return the state dict with the newest step, among those of one run; the first of several."""
     return max(states, key=lambda state: (value_of(Rated | None, state["newest"]) or (-1, 0.0))[0])
