@@ -64,7 +64,7 @@ class StopSignal:
         """The first signal that the thread has received, perhaps before the handler has run."""
         self.when_late: Callable[[float], None] = lambda _seconds: None
         """Called on another thread if this worker still runs after `late_after`, with the rest of `hopeless_after`."""
-        self._also_told: dict[int, Callable[[], None]] = {}
+        self._calls_on_signal: dict[int, Callable[[], None]] = {}
         self._before: dict[signal.Signals, Any] = {}
         self._wakeup: socket.socket | None = None
         self._wakeup_before = -1
@@ -99,10 +99,10 @@ class StopSignal:
         self._late_after, self._hopeless_after = part * self._late_after, part * self._hopeless_after
         self._killed_after *= part
 
-    def tell_also(self, signum: int, tell: Callable[[], None]) -> None:
-        """Call `tell` on the listening thread when a signal comes that has a handler, so that it is noticed while the
+    def call_on(self, signum: int, call: Callable[[], None]) -> None:
+        """Call `call` on the listening thread when a signal comes that has a handler, so that it is noticed while the
         main thread is in a long call."""
-        self._also_told[signum] = tell
+        self._calls_on_signal[signum] = call
 
     def uninstall(self) -> None:
         """Restore the previous handlers. Call on the main thread."""
@@ -123,8 +123,8 @@ class StopSignal:
     def _listen(self, ears: socket.socket) -> None:
         with ears:  # to the end: a later signal must not meet a closed socket
             while numbers := ears.recv(1):
-                if numbers[0] in self._also_told:
-                    self._also_told[numbers[0]]()
+                if numbers[0] in self._calls_on_signal:
+                    self._calls_on_signal[numbers[0]]()
                 elif self._heard is None and numbers[0] in SIGNALS:
                     self._heard = numbers[0]
                     if not self._is_uninstalled.wait(self._late_after) and self._is_ours(numbers[0]):

@@ -178,7 +178,7 @@ def from_runs(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-Told = TypeVar("Told")
+Plain = TypeVar("Plain")
 
 
 def to_json(told: Any) -> str:
@@ -190,9 +190,9 @@ def _plain(told: Any) -> Any:
     return sorted(told) if isinstance(told, frozenset) else vars(told)  # `asdict` would copy it all
 
 
-def from_json(kind: type[Told], text: str) -> Told:
+def from_json(kind: type[Plain], text: str) -> Plain:
     """Return the dataclass of a text of `to_json`. Raises: as `value_of`; ValueError."""
-    told: Told = value_of(kind, json.loads(text))
+    told: Plain = value_of(kind, json.loads(text))
     return told
 
 

@@ -86,7 +86,7 @@ class Barriers:
     def _wait_at_rank_0(self, world: World) -> None:
         """Raises: as `wait_for_workers`; StoreUnreachable where rank 0 does not answer."""
         clock, peer_timeout = self._around.monotonic, self._limits.peer_timeout
-        self._job.announcements.say_ready(world)
+        self._job.announcements.announce_ready(world)
         deadline = clock() + 2 * peer_timeout
         while not self._job.announcements.are_ready(world):
             require_whole(self._watcher)

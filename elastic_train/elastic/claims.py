@@ -75,7 +75,7 @@ class Objects:
         self._store = store
 
     def create(self, name: str, text: str, *, is_durable: bool) -> None:
-        with _told_as_os_error():
+        with _translated_to_os_errors():
             if not self._store.is_conditional:
                 raise OSError(f"{self._store} has no conditional put")
             if self._store.put_if(_key(name), json.dumps([time.time(), text]).encode(), None) is None:
@@ -86,11 +86,11 @@ class Objects:
         return None if found is None else found[1]
 
     def remove(self, name: str) -> None:
-        with _told_as_os_error():
+        with _translated_to_os_errors():
             self._store.delete(_key(name))
 
     def names(self) -> list[str]:
-        with _told_as_os_error():
+        with _translated_to_os_errors():
             return [key.removeprefix(_key("")) for key in self._store.list(_key(""))]
 
     def written_at(self, name: str) -> float:
@@ -101,7 +101,7 @@ class Objects:
         return found[0]
 
     def _read(self, name: str) -> tuple[float, str] | None:
-        with _told_as_os_error():
+        with _translated_to_os_errors():
             found = self._store.get(_key(name), limit=MOST_CLAIM_BYTES)
         if found is None:
             return None
@@ -117,7 +117,7 @@ def _key(name: str) -> str:
 
 
 @contextmanager
-def _told_as_os_error() -> Iterator[None]:
+def _translated_to_os_errors() -> Iterator[None]:
     try:
         yield
     except ObjectStoreError as error:

@@ -166,7 +166,7 @@ def watcher_of(applicant: Applicant, own: Endpoints, membership: Callable[[], Me
     def tend(world: World | None) -> None:
         line = stuck.look(world)
         if line is not None and world is not None and world.rank == 0:
-            membership().joins.news.tell_all(world, f"{world.me.name}: {line}")
+            membership().joins.news.send_to_all(world, f"{world.me.name}: {line}")
         membership().tend(world)
 
     def cut() -> None:

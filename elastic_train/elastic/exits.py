@@ -130,7 +130,7 @@ class Exits:
         watcher.leave()
         self._membership.joins.announce_leaving("stopped")  # newcomers continue from the snapshot
         self._membership.barriers.end_together(world)
-        return self._say_stopped(save_seconds)
+        return self._report_stopped(save_seconds)
 
     def stop_between_worlds(self, world: World) -> int:
         """Stop between two worlds. There is no process group for an agreement, so each node saves its own state."""
@@ -174,13 +174,13 @@ class Exits:
             with told(self._worker.reporter):
                 self._saver.save_beside(state)
         self._files.leave_bucket_alone(world)
-        code = self._say_stopped(time.monotonic() - started)
+        code = self._report_stopped(time.monotonic() - started)
         with suppress(StoreUnreachable):  # the other members will lose it as a peer
             self._membership.leave(world, "stopped late")
         _let_first_save(world, stop, None)
         return code
 
-    def _say_stopped(self, save_seconds: float) -> int:
+    def _report_stopped(self, save_seconds: float) -> int:
         worker, state, reporter = self._worker, self._worker.state, self._worker.reporter
         self._write_why(save_seconds)
         what, unsaved = f"stopped by {worker.stop.why}", self._saver.unsaved(state)
@@ -264,7 +264,7 @@ class Exits:
                 return f"; the state of step {state.step} is saved, in case that nobody else is left"
         return ""
 
-    def save_for_nobody(self, world: World) -> str:
+    def save_as_last_member(self, world: World) -> str:
         """Save the state without the training thread, in case no other member lives. Returns a line for the user."""
         if world.is_first_of_node:
             return self._save_alone("in case that no other is left")
@@ -354,14 +354,14 @@ def _place_of(state: TrainState) -> str:
     return f"epoch {epoch} of {state.num_epochs}, {samples} of {state.length} samples"
 
 
-def _let_first_save(world: World, stop: StopSignal, untold: Membership | None) -> None:
+def _let_first_save(world: World, stop: StopSignal, unnotified: Membership | None) -> None:
     """Do as `_stay_for_first`, but no longer than a signal or a notice leaves: the first worker may not have been told.
-    `untold` is the membership where other members may still wait for this worker."""
+    `unnotified` is the membership where other members may still wait for this worker."""
     if world.is_first_of_node:
         return
-    if untold is not None:
+    if unnotified is not None:
         with suppress(StoreUnreachable):
-            untold.leave(world, "stopped")
+            unnotified.leave(world, "stopped")
     is_open = stop.notice is not None and stop.notice.deadline is None  # and no agent was told, so no SIGKILL follows
     left = None if is_open else stop.seconds_left()
     _stay_for_first(world, SAVE_SECONDS if left is None else min(SAVE_SECONDS, left))

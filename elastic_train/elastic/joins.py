@@ -83,7 +83,7 @@ class Arrival:
             Stopped: this worker was told to stop.
             What `look` raises.
         """
-        reports, why, ask_at, has_told = self._report_times(), None, 0.0, self._job.entrance.is_first
+        reports, why, ask_at, has_reported = self._report_times(), None, 0.0, self._job.entrance.is_first
         while True:
             self._check()
             self._watcher.do(Activity.FORM)
@@ -92,8 +92,8 @@ class Arrival:
                 self._job.entrance.leave()
                 return place
             look()
-            if not has_told:  # until now, while it imported and built, it printed nothing
-                has_told = True
+            if not has_reported:  # until now, while it imported and built, it printed nothing
+                has_reported = True
                 self._log(IN_QUEUE)
             if self._around.monotonic() >= ask_at:
                 ask_at = self._around.monotonic() + WHY_SECONDS
@@ -269,14 +269,14 @@ class Joins:
         nodes = self.admissible(world, fitting_nodes(ready_now, self._job.facts.known.get("agreement")))
         if (why := self.why_closed) is not None:
             for node in nodes if why else ():
-                self.news.tell_once(node, why)
+                self.news.send_once(node, why)
             nodes = []
         for chosen in ([node for node in nodes if without_nodes_of(self._absent, node)], nodes):
             back = [node for node in chosen if node[0].node in inside]  # workers of nodes that train: they need no room
             new = [node for node in chosen if node[0].node not in inside]
             room = self._room(world, len(new))
             for node in new[room:]:
-                self.news.tell_no_room(node, len(inside), self._max_nodes)
+                self.news.send_no_room(node, len(inside), self._max_nodes)
             ready = tuple(member for node in (*back, *new[:room]) for member in node)
             if ready:  # else try the absent ones again
                 break

@@ -94,7 +94,7 @@ class LateStop:
             return str(diverged)
         if not state.is_whole:
             return NOT_WHOLE
-        return self._exits.save_for_nobody(world)
+        return self._exits.save_as_last_member(world)
 
     def _is_sound(self) -> bool:
         try:

@@ -31,7 +31,7 @@ class LoopHints:
         self._has_seen_early_commit = False
         self._steps_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         """for each optimizer: the last step in which it stepped, and the number of such steps"""
-        self._has_told_of_other = False
+        self._has_warned_of_other = False
 
     def note_stepped(self, world: World, *, is_in_hand: bool) -> None:
         """Note that the optimizer has stepped, in a step that is in hand or between two."""
@@ -63,7 +63,7 @@ class LoopHints:
 
     def note_other_stepped(self, world: World, optimizer: torch.optim.Optimizer) -> None:
         """Note that any optimizer has stepped. One that is made for a single step is ignored."""
-        if world.rank != 0 or self._has_told_of_other:
+        if world.rank != 0 or self._has_warned_of_other:
             return
         state = self._worker.state
         last_step, num_steps = self._steps_of.get(optimizer, (-1, 0))
@@ -79,7 +79,7 @@ class LoopHints:
             may_be_saved = any(not isinstance(one, others | nn.Module) for one in state.extras.values())
             if may_be_saved or not parameters_beside(modules, [optimizer]):
                 return
-        self._has_told_of_other = True
+        self._has_warned_of_other = True
         kind = type(optimizer).__name__
         what = f"the parameters that {kind} trains are" if is_known else f"{kind}, which trains too, is"
         self._worker.reporter.warn(

@@ -59,37 +59,37 @@ class QueueNews:
     def __init__(self, job: PeerJob, around: Surroundings) -> None:
         self._job, self._around = job, around
         self._know: set[tuple[str, str]] = set()
-        """uids of newcomers, and what each was told by `tell_once`"""
+        """uids of newcomers, and what each was told by `send_once`"""
 
-    def tell(self, node: Sequence[Member], why: str) -> None:
+    def send(self, node: Sequence[Member], why: str) -> None:
         """Tell a node's workers in the join queue why they are not admitted."""
 
-        def tell() -> None:
+        def put() -> None:
             for member in node:
                 with suppress(StoreUnreachable):
                     self._job.ask_beside(member, lambda beside: beside.put(WHY_IT_WAITS, why))
 
-        self._around.start("why", tell)
+        self._around.start("why", put)
 
-    def tell_all(self, world: World, why: str) -> None:
+    def send_to_all(self, world: World, why: str) -> None:
         """Tell all nodes that wait to be admitted to `world`."""
         for node in ready_nodes(self._job.queue(), world.members):
-            self.tell(node, why)
+            self.send(node, why)
 
-    def tell_once(self, node: Sequence[Member], why: str, about: str | None = None) -> bool:
-        """Call `tell` and return True, unless the node was told this, or anything with the same `about`, before."""
+    def send_once(self, node: Sequence[Member], why: str, about: str | None = None) -> bool:
+        """Call `send` and return True, unless the node was told this, or anything with the same `about`, before."""
         told = {(member.uid, about or why) for member in node}
         is_news = not told <= self._know
         if is_news:
             self._know |= told
-            self.tell(node, why)
+            self.send(node, why)
         return is_news
 
-    def tell_no_room(self, node: Sequence[Member], num_inside: int, max_nodes: int) -> None:
+    def send_no_room(self, node: Sequence[Member], num_inside: int, max_nodes: int) -> None:
         """Tell a node once that the job has no room for it."""
         full = f"{num_inside} of at most {max_nodes} nodes train: this one waits for a place"
         whose = "the --nnodes MIN:MAX of those that train says how many, not this node's"
-        self.tell_once(node, f"{full} ({whose}; start all of them again to change it)", about="room")
+        self.send_once(node, f"{full} ({whose}; start all of them again to change it)", about="room")
 
 
 class ReportTimes:

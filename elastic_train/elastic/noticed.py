@@ -40,11 +40,11 @@ class Noticed:
         flag = notices_flag(worker.config.notices)
         self._source_name = flag.kind
         """with `auto`: the name of the source, once it is found"""
-        self._has_told_misfit = False
+        self._has_warned_of_notice = False
         if flag.kind == "off":
             return
         # On all workers of the node: SLURM's source takes a signal.
-        self._find_source = source_of(flag, worker.reporter.log, worker.stop.tell_also)
+        self._find_source = source_of(flag, worker.reporter.log, worker.stop.call_on)
         if self._is_first() and self._relay is not None:
             self._relay.begin()
         self._watcher = NoticeWatcher(self._find, self, host=worker.host, save_seconds=lambda: self._save_seconds())
@@ -99,9 +99,9 @@ class Noticed:
         given = given_seconds(self._source_name, os.environ)
         num_senders = senders(num_nodes, written.bytes, is_bucket=self._worker.bucket is not None)
         seconds = written.total_seconds / num_senders
-        if given is None or self._has_told_misfit or (fit := fit_of(seconds, given)) is Fit.FITS:
+        if given is None or self._has_warned_of_notice or (fit := fit_of(seconds, given)) is Fit.FITS:
             return
-        self._has_told_misfit = True
+        self._has_warned_of_notice = True
         rate = human_bytes(round(written.bytes / written.total_seconds))
         together = f"; {duration(seconds)} by {num_senders} nodes together" if num_senders > 1 else ""
         what = "less than that" if fit is Fit.TOO_LONG else "a long step included, perhaps too little"

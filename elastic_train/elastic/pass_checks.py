@@ -46,7 +46,7 @@ class PassChecks:
     def __init__(self, worker: Worker, membership: Membership) -> None:
         self._worker, self._state, self._membership = worker, worker.state, membership
         self._is_ordered = worker.config.reduction == "ordered"
-        self._tells = False
+        self._warns = False
         """whether this rank reports weights that are written; with fast reduction rank 0 warns for all"""
         self._weights: TrainedWeights | None = None
         """of the model; made in a world's first whole step"""
@@ -56,13 +56,13 @@ class PassChecks:
 
     def enter(self, world: World) -> None:
         """Note that the steps of `world` begin."""
-        self._tells = self._is_ordered or world.rank == 0
+        self._warns = self._is_ordered or world.rank == 0
         self._weights = None
 
     def watch(self, ddp: DistributedDataParallel) -> None:
         """Check each forward pass through a module of a user's own loop, if this rank reports writes. Between passes
         the function may write weights by hand, alike on every rank."""
-        if self._tells:
+        if self._warns:
             weights = TrainedWeights(ddp.module)
             ddp.register_forward_pre_hook(lambda *_: weights.note(has_values=not self._has_warned))
             ddp.register_forward_hook(lambda *_: self._look_at_trained(weights))
@@ -72,8 +72,8 @@ class PassChecks:
         are frozen, on each rank that reports writes."""
         if self._weights is None:
             self._weights = TrainedWeights(self._state.model)
-        self._weights.note(has_values=self._tells and not self._has_warned)
-        frozen = _frozen(self._state) if self._steps_left and self._tells else {}
+        self._weights.note(has_values=self._warns and not self._has_warned)
+        frozen = _frozen(self._state) if self._steps_left and self._warns else {}
         self._hashes = hashes_by_name(frozen) if frozen else {}
 
     def look(self) -> None:
@@ -94,7 +94,7 @@ class PassChecks:
     def _look_at_trained(self, weights: TrainedWeights) -> None:
         if not self._has_warned and (written := weights.written()):
             self._has_warned = True
-            self._tell(
+            self._warn(
                 f"writes what is trained: {named(written)}",
                 "where a step is broken off, or a node joins, ranks come to differ",
                 "write it after the optimizer's step (optimizer.register_step_post_hook)",
@@ -109,13 +109,13 @@ class PassChecks:
         changed = [name for name, before in self._hashes.items() if now.get(name, before) != before]
         if changed:
             self._steps_left = 0
-            self._tell(
+            self._warn(
                 f"changed what is frozen: {named(changed)}",
                 "in a step that is done again it changes twice",
                 "make a buffer of it, or update it after the commit, in a training function of your own",
             )
 
-    def _tell(self, what: str, otherwise: str, cure: str) -> None:
+    def _warn(self, what: str, otherwise: str, cure: str) -> None:
         """Raise UsageError in ordered mode; else warn of the consequence."""
         if self._is_ordered:
             what = f"--reduction ordered: a forward pass {what}, once in each micro-batch, so the world decides"

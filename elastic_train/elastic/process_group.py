@@ -250,7 +250,7 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 @contextmanager
-def told_as_what_it_is(state: TrainState, sockets: GroupSockets) -> Iterator[None]:
+def translated_failures(state: TrainState, sockets: GroupSockets) -> Iterator[None]:
     """Translate what the trained code raises inside the block.
 
     That code may catch the error of a lost peer and raise one of its own, or misuse the values that it got. That is no

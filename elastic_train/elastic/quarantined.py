@@ -20,7 +20,7 @@ def run_seconds(state: TrainState) -> float:
 def admissible(
     own_state: Callable[[], TrainState | None],
     warn: Callable[[str], None],
-    tell_once: Callable[[Node, str, str], bool],
+    send_once: Callable[[Node, str, str], bool],
     world: World,
     nodes: Sequence[Node],
 ) -> list[Node]:
@@ -29,7 +29,7 @@ def admissible(
     Args:
         own_state: returns None while this worker does not hold the run's state.
         warn: prints a warning in this job, and writes it to the run's events.
-        tell_once: as `QueueNews.tell_once`.
+        send_once: as `QueueNews.send_once`.
     """
     state = own_state()
     if state is None or not nodes:
@@ -43,7 +43,7 @@ def admissible(
             f"{host} waits {duration(quarantine.until - now)} in the join queue (--quarantine): "
             f"{describe_deaths(quarantine.deaths)}"
         )
-        if tell_once(node, why, "quarantine"):
+        if send_once(node, why, "quarantine"):
             warn(why)
     return [node for node in nodes if node not in kept]
 

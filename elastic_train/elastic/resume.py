@@ -163,7 +163,7 @@ class Resume:
         sync_from_freshest(state, world, steps, check, lambda: worker.reach("send", world), others)
         self.holding = Holding.STATE
         if world.rank == source and others:
-            self._tell_apart(world, others)
+            self._warn_of_differences(world, others)
         voters = [rank for rank in fresh if rank not in others]
         state.last_step = min(told[rank]["last"] for rank in fresh)  # a training function may have ended the run early
         if had_state:  # its machine may be of another kind than the source's; it was warned of that before
@@ -173,7 +173,7 @@ class Resume:
         self._leave_own_past(world)
         return Restored("peer", state.step, source), voters
 
-    def _tell_apart(self, world: World, others: Mapping[int, Sequence[str]]) -> None:
+    def _warn_of_differences(self, world: World, others: Mapping[int, Sequence[str]]) -> None:
         names = ", ".join(world.members[rank].name for rank in others)
         what = ", ".join(sorted({name for found in others.values() for name in found}))
         self._worker.reporter.warn(
@@ -263,16 +263,16 @@ class Resume:
         if differ.has_majority:
             names, verb = ", ".join(wrong), "has" if len(wrong) == 1 else "have"
             message = f"{names} {verb} other weights or optimizer states than most workers, and takes over theirs"
-            is_teller = world.rank == next(rank for rank in range(world.world_size) if rank not in differ.wrong)
+            is_reporting = world.rank == next(rank for rank in range(world.world_size) if rank not in differ.wrong)
         else:
             message = (
                 f"the weights or optimizer states of {world.world_size} workers are not equal at step "
                 f"{self._worker.state.step}, and there is no majority: the newest snapshot is restored"
             )
-            is_teller = world.rank == 0
-        if is_wrong or is_teller:
+            is_reporting = world.rank == 0
+        if is_wrong or is_reporting:
             reporter.events.write(StatesDiffered(wrong=wrong, has_majority=differ.has_majority))
-        if is_teller:
+        if is_reporting:
             reporter.warn(message)
         elif is_wrong:
             then = "it takes over theirs" if differ.has_majority else "the newest snapshot is restored"

@@ -245,7 +245,7 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
         if ring.world is not None and resume.has_state:
             worker.state.lock.hold()  # a late stop may be saving
             try:
-                worker.reporter.log(exits.save_for_nobody(ring.world))
+                worker.reporter.log(exits.save_as_last_member(ring.world))
             finally:
                 worker.state.lock.let_go()
 
@@ -255,7 +255,7 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
             admissible,
             lambda: worker.state if resume.has_state else None,
             worker.reporter.warn,
-            membership.joins.news.tell_once,
+            membership.joins.news.send_once,
         )
     save_time = parts.saver.save_time
     noticed.follow(lambda: ring.world, membership.watcher.contacts.is_refused, lambda: save_time.seconds)

@@ -44,7 +44,7 @@ class RunFiles:
     def __init__(self, worker: Worker, job_token: str) -> None:
         self._worker = worker
         self.job_token = job_token
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         """the warnings so far, also those about an earlier run's snapshots"""
         self._claiming: SideThread | None = None
         """the thread that claims the run directory for the present generation"""
@@ -179,8 +179,8 @@ class RunFiles:
     def warn_once(self, warnings: str) -> None:
         """Warn with each line that was not a warning before."""
         for warning in warnings.splitlines():
-            if warning not in self._told:
-                self._told.add(warning)
+            if warning not in self._warned:
+                self._warned.add(warning)
                 self._worker.reporter.warn(warning)
 
     def wait_for_claim(self) -> None:

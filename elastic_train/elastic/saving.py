@@ -59,7 +59,7 @@ class Saver:
         """of the newest state that could not be saved while the caller waited"""
         self.newest: SnapshotResult | None = None
         """the newest durable snapshot"""
-        self._has_told_slow, self._step_on_the_way = False, -2
+        self._has_warned_slow, self._step_on_the_way = False, -2
         """whether the snapshot in flight has caused a warning; its step"""
         self._snapshots: SnapshotWriter | None = None
         self._was_writer, self._unfit = True, set[str]()
@@ -93,11 +93,11 @@ class Saver:
         is_writing = self._snapshots is not None and self._snapshots.is_busy()
         self._schedule.note_step(state.step, is_writing=is_writing)
         if is_writing:
-            self._tell_slow()
+            self._warn_slow()
         if self._snapshots is not None:
             self.report()
         elif not state.is_finished:  # the optimizer has its state by now, so an unsavable state is reported now
-            with nullcontext() if self._was_writer else _told_once(self._unfit, self._reporter.warn):
+            with nullcontext() if self._was_writer else _warned_once(self._unfit, self._reporter.warn):
                 self.writer().prepare(state.state_dict())
         self._adapt(state)
         if state.is_finished:
@@ -146,20 +146,20 @@ class Saver:
             if self.owes_best(state):
                 self._make_room_for_best(state)
             started_at, is_begun = self._now(), True  # if it cannot be saved, the next one is tried when it is due
-            with _told_once(self._unfit, self._reporter.warn):
+            with _warned_once(self._unfit, self._reporter.warn):
                 is_begun = self.writer().save_in_background(state.state_dict(), **_position(state, self._world))
             if is_begun:
                 self._schedule.note_start(started_at)
-                self._has_told_slow, self._step_on_the_way = False, state.step
+                self._has_warned_slow, self._step_on_the_way = False, state.step
             else:
                 self._schedule.put_off()
 
-    def _tell_slow(self) -> None:
+    def _warn_slow(self) -> None:
         """Warn once for each snapshot in flight: nothing else shows a store that never answers."""
         seconds, newest = self._schedule.seconds_on_the_way, self.newest
-        if self._has_told_slow or seconds < max(SLOW_SECONDS, 3 * (0.0 if newest is None else newest.total_seconds)):
+        if self._has_warned_slow or seconds < max(SLOW_SECONDS, 3 * (0.0 if newest is None else newest.total_seconds)):
             return
-        self._has_told_slow = True
+        self._has_warned_slow = True
         kept = "none is there yet" if newest is None else f"the newest that is there is of step {newest.step}"
         self._reporter.warn(
             f"a snapshot has been on its way to {self._worker.snapshots_dir} for {duration(seconds)}, and the next one "
@@ -295,7 +295,7 @@ def _position(state: TrainState, world: World | None) -> SnapshotPosition:
 
 
 @contextmanager
-def _told_once(told: set[str], warn: Callable[[str], None]) -> Iterator[None]:
+def _warned_once(told: set[str], warn: Callable[[str], None]) -> Iterator[None]:
     """Warn, once for each error, where the state cannot be saved any more (an extra now holds an array, say). A state
     that was saved before must not end one worker after another.
 

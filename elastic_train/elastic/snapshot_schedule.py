@@ -44,7 +44,7 @@ class SaveTime:
         self._generation, self._is_rank_0, self._num_nodes = -1, False, 1
         self._measured = 0.0, 0
         """seconds and bytes of this worker's newest snapshot"""
-        self._told = -1, 0
+        self._announced = -1, 0
         """the generation in which it was shared last, and the whole seconds: negative where one node sends alone"""
 
     def enter(self, world: World) -> None:
@@ -59,19 +59,19 @@ class SaveTime:
         seconds, num_bytes = math.ceil(self._measured[0]), self._measured[1]
         if senders(2, num_bytes, is_bucket=self._is_bucket) == 1:  # the next world may have more nodes than this one
             seconds = -seconds
-        seconds = seconds or self._told[1]
-        return seconds if self._is_rank_0 and self._told != (self._generation, seconds) else 0
+        seconds = seconds or self._announced[1]
+        return seconds if self._is_rank_0 and self._announced != (self._generation, seconds) else 0
 
     def note_vote(self, seconds: int) -> None:
         """Note the sum of the world's votes in a step: whole seconds that one node needs for the state, negative where
         the other nodes would not help it."""
         if seconds:
-            self._told = self._generation, seconds
+            self._announced = self._generation, seconds
 
     @property
     def seconds(self) -> float:
         """Seconds that all nodes of the world need together; 0 where none has measured it. For any thread."""
-        seconds = self._told[1]
+        seconds = self._announced[1]
         return -seconds if seconds < 0 else seconds / self._num_nodes
 
 

@@ -26,9 +26,9 @@ class StateChecks:
         self._worker, self._membership = worker, membership
         self._is_able = True
         """whether this worker's state can be compared with the others'"""
-        self._told_in: World | None = None
+        self._warned_in: World | None = None
         """the world in which a difference was reported, though it has begun with equal states"""
-        self._extras_told_in: World | None = None
+        self._extras_warned_in: World | None = None
         """the same for extras"""
 
     def comparison(self, world: World, voters: Sequence[int]) -> StateComparison | None:
@@ -79,17 +79,17 @@ class StateChecks:
             self.finish(comparison)
         except StatesDiffer as differ:
             # Machines of two kinds drift apart by rounding, and a newcomer may have the state of either.
-            is_new = self._told_in is not world or self._worker.state.is_finished
+            is_new = self._warned_in is not world or self._worker.state.is_finished
             if is_new and comparison.num_kinds == 1:
-                self._told_in = world
-                self._tell(differ, world)
+                self._warned_in = world
+                self._warn(differ, world)
         except (RuntimeError, FormationFailed) as error:
             end.note_lost(error)
         self._membership.watcher.do(Activity.COMPUTE)
 
     def _check_extras(self, world: World) -> None:
         extras = self._worker.state.extras
-        if not extras or self._extras_told_in is world:  # on every rank alike
+        if not extras or self._extras_warned_in is world:  # on every rank alike
             return
         mine = {name: value for name, value in plain_hashes(self._worker.state).items() if name in extras}
         self._membership.watcher.do(Activity.REDUCE)
@@ -97,14 +97,14 @@ class StateChecks:
         names = [name for name in sorted(mine) if any(other.get(name) != mine[name] for other in others)]
         if not names:
             return
-        self._extras_told_in = world
+        self._extras_warned_in = world
         if world.rank == 0:
             self._worker.reporter.warn(
                 f"extras differ between the ranks: {', '.join(names)}. Snapshots hold those of rank 0; when that is "
                 "lost, another rank's count: have every rank do the same with them"
             )
 
-    def _tell(self, differ: StatesDiffer, world: World) -> None:
+    def _warn(self, differ: StatesDiffer, world: World) -> None:
         state = self._worker.state
         then = "training is over" if state.is_finished else "training goes on"
         if world.rank > 0:

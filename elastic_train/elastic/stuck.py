@@ -60,11 +60,11 @@ class StuckThread:
         if seconds <= limit:
             if not self._was_early and self._waited(world) > EARLY_SECONDS:
                 self._was_early = True
-                self._tell(self._describe(world, seconds, limit))
+                self._warn_beside(self._describe(world, seconds, limit))
             return None
         if self._line is None or seconds < self._said_at:
             self._line = self._describe(world, seconds, limit)
-            self._tell(self._line)
+            self._warn_beside(self._line)
         elif seconds < self._said_at + AGAIN_SECONDS:
             return None
         if self._is_inside():  # by now; else a rank outside would keep all waiting for ever, and none would be to blame
@@ -89,12 +89,12 @@ class StuckThread:
         if self._was_apart or not activity.is_inside or not are_apart:
             return
         self._was_apart = True
-        self._tell(
+        self._warn_beside(
             f"a collective has not ended in {seconds:.0f} s though all take part in one: {self._where()}. Where "
             "another worker names another place, the code that is trained calls a collective on some ranks alone"
         )
 
-    def _tell(self, line: str) -> None:
+    def _warn_beside(self, line: str) -> None:
         # On a thread of its own: the training thread may be waiting for the very disk that the line goes to.
         threading.Thread(target=self._warn, args=(line,), name="stuck", daemon=True).start()
 

@@ -19,7 +19,7 @@ from elastic_train.elastic.loop_hints import LoopHints
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.own_parallel import OwnParallel, Wrapped, require_summed
 from elastic_train.elastic.pass_checks import PassChecks
-from elastic_train.elastic.process_group import is_communication_error, told_as_what_it_is
+from elastic_train.elastic.process_group import is_communication_error, translated_failures
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.session import Training
 from elastic_train.elastic.session_steps import SessionSteps
@@ -119,7 +119,7 @@ class Trainer:
         self._training = training = self._make_training(world, shares, begin)
         try:
             try:
-                with self._seeing_every_optimizer(), told_as_what_it_is(state, self._membership.sockets):
+                with self._seeing_every_optimizer(), translated_failures(state, self._membership.sockets):
                     self._program.train(training)
             finally:
                 state.lock.hold()  # the code that uses the state from here on checks for a stop itself

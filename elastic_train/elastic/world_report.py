@@ -148,7 +148,7 @@ class WorldReport:
             )
         )
         if self._deaths is not None:
-            self._tell_quarantines(world)
+            self._report_quarantines(world)
         if restored is not None:
             reporter.events.write(StateRestored(source=restored.source, restored_step=restored.step))
             reporter.report(describe_start(self._worker, world, backend, restored))
@@ -176,8 +176,8 @@ class WorldReport:
         known = self._worker.state.incidents
         return [one for one in known if first is not None and one.get("generation", -1) >= first]
 
-    def _tell_quarantines(self, world: World) -> None:
-        self._worker.reporter.tell_quarantines(lasting(self._worker.state, world, time.time()))
+    def _report_quarantines(self, world: World) -> None:
+        self._worker.reporter.report_quarantines(lasting(self._worker.state, world, time.time()))
 
     def stands_by(self, world: World) -> None:
         """Report that this worker is a spare of the world."""
@@ -196,7 +196,7 @@ class WorldReport:
         if self._incident is not None:
             state.incidents.append(self._incident)
         if self._deaths is not None:
-            self._tell_quarantines(world)
+            self._report_quarantines(world)
 
 
 def _incident_of(

@@ -27,7 +27,7 @@ class KubernetesSource:
     """The API server, accessed with the pod's own service account.
 
     Args:
-        tell: logs, once per kind of object, that the account may not read it.
+        log: logs, once per kind of object, that the account may not read it.
     """
 
     name = "kubernetes"
@@ -35,15 +35,15 @@ class KubernetesSource:
 
     def __init__(
         self,
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
         environ: Mapping[str, str] = os.environ,
         account: Path = ACCOUNT,
         *,
         has_tls: bool = True,
     ) -> None:
-        self._tell, self._environ, self._account, self._has_tls = tell, environ, account, has_tls
+        self._log, self._environ, self._account, self._has_tls = log, environ, account, has_tls
         self._given: set[str] = set()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def look(self) -> PreemptionNotice | None:
         pod_name = self._environ.get("POD_NAME") or self._environ.get("HOSTNAME", "")
@@ -65,9 +65,9 @@ class KubernetesSource:
         address, tls = self._server()
         answer = ask(address, path, {"Authorization": f"Bearer {self._read('token')}"}, tls=tls)
         if answer.status == FORBIDDEN and kind not in self._given:
-            if kind not in self._told:
-                self._told.add(kind)
-                self._tell(f"--notices kubernetes: the pod's service account may not get {kind}; it goes on asking")
+            if kind not in self._warned:
+                self._warned.add(kind)
+                self._log(f"--notices kubernetes: the pod's service account may not get {kind}; it goes on asking")
             return None
         if answer.status == NOT_FOUND and kind == "pods" and not self._environ.get("POD_NAME"):
             raise NoticeUnreadable(

@@ -19,7 +19,7 @@ from elastic_train.preemption import NoticesFlag, PreemptionNotice
 SAME_SECONDS = 5.0
 """A deadline that moves by at most this is not reported again: sources that give the remaining seconds move it slightly
 with each answer."""
-TOLD_FAILURES = 3
+REPORTED_FAILURES = 3
 """Failed or meaningless answers in a row before a warning; a single one may be an accident."""
 
 
@@ -85,7 +85,7 @@ class NoticeWatcher:
             found = source.look()
         except NoticeUnreadable as error:
             self._failures += 1
-            if self._failures == TOLD_FAILURES:
+            if self._failures == REPORTED_FAILURES:
                 self._listener.warn(f"no notices from {source.name}: {error}; it is asked again")
             found = self._standing
         else:
@@ -115,16 +115,16 @@ def _is_other(found: PreemptionNotice, before: PreemptionNotice) -> bool:
 
 
 def source_of(
-    flag: NoticesFlag, tell: Callable[[str], None], tell_also: Callable[[int, Callable[[], None]], None]
+    flag: NoticesFlag, log: Callable[[str], None], call_on: Callable[[int, Callable[[], None]], None]
 ) -> Callable[[], NoticeSource | None]:
     """Return a function that finds the source, and may block. Call on the main thread: SLURM's takes a signal.
 
     Args:
-        tell_also: `StopSignal.tell_also`.
+        call_on: `StopSignal.call_on`.
     """
     match flag.kind:
         case "auto":
-            return lambda: _found(tell)
+            return lambda: _found(log)
         case "aws":
             return AwsSource
         case "gcp":
@@ -132,10 +132,10 @@ def source_of(
         case "azure":
             return AzureSource
         case "kubernetes":
-            return lambda: KubernetesSource(tell)
+            return lambda: KubernetesSource(log)
         case "slurm":
             slurm = SlurmSource(os.environ)
-            tell_also(signal.SIGUSR1, slurm.hear)
+            call_on(signal.SIGUSR1, slurm.hear)
             return lambda: slurm
         case "file":
             path = Path(flag.target).absolute()  # now: the code that is trained may change the working directory
@@ -143,10 +143,10 @@ def source_of(
     return lambda: EndpointSource(flag.target)
 
 
-def _found(tell: Callable[[str], None]) -> NoticeSource | None:
+def _found(log: Callable[[str], None]) -> NoticeSource | None:
     source = find_cloud()
     if source is None:
-        tell("--notices auto: no metadata server of AWS, GCP or Azure answers here; nothing is watched")
+        log("--notices auto: no metadata server of AWS, GCP or Azure answers here; nothing is watched")
     else:
-        tell(f"--notices auto: this node is in {source.name}, which is asked for notices")
+        log(f"--notices auto: this node is in {source.name}, which is asked for notices")
     return source

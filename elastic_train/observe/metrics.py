@@ -81,7 +81,7 @@ class Metrics:
         self._started_at: float | None = None
         self.quarantines: Sequence[Mapping[str, Any]] = ()
         """as of `EventLog`"""
-        self._has_told = self._has_warned = False
+        self._has_logged = self._has_warned = False
         self._server: Any = None
         self._serve()
 
@@ -100,8 +100,8 @@ class Metrics:
             if error.errno != errno.EADDRINUSE:
                 where = f"--metrics-host {self._host}, --metrics-port {self._port}"
                 raise UsageError(f"{where}: {cause_of(error)}") from error
-            if not self._has_told:
-                self._has_told = True
+            if not self._has_logged:
+                self._has_logged = True
                 self._log(
                     f"--metrics-port {self._port} is taken, perhaps by another node of this host, which then tells of "
                     "this run too; it is tried again every second"

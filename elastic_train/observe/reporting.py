@@ -101,7 +101,7 @@ class Reporter:
         return self._world
 
     @property
-    def is_spokesman(self) -> bool:
+    def is_reporter(self) -> bool:
         return self._world is None or self._world.rank == 0
 
     def enter(self, world: World, state: TrainState) -> None:
@@ -120,7 +120,7 @@ class Reporter:
         # TensorBoard's import takes a second of processor time: not while a world is starting.
         self._last_scalars = time.monotonic() + SCALARS_DELAY_SECONDS
 
-    def tell_quarantines(self, found: Sequence[Mapping[str, Any]]) -> None:
+    def report_quarantines(self, found: Sequence[Mapping[str, Any]]) -> None:
         """Publish the hosts that this run keeps waiting, each with `until`, in Unix seconds."""
         self.events.quarantines = found
         if self.metrics is not None:
@@ -131,7 +131,7 @@ class Reporter:
 
     def report(self, message: str) -> None:
         """Print a message for the job: only rank 0 does."""
-        if self.is_spokesman:
+        if self.is_reporter:
             self.log(message)
 
     def log(self, message: str) -> None:
@@ -239,7 +239,7 @@ class Reporter:
             f"test_{name}={value:.2%}" if name == "accuracy" else f"test_{name}={value:.4f}"
             for name, value in metrics.items()
         )
-        if self.is_spokesman:
+        if self.is_reporter:
             self.events.write(Evaluated(epoch=state.epoch, accuracy=metrics.get("accuracy"), metrics=metrics))
         epoch = state.epoch + (state.samples_done > 0)  # the last step's epoch, as in the lines of steps
         self.report(f"step={state.step} epoch={epoch}/{state.num_epochs} {text}")
@@ -248,7 +248,7 @@ class Reporter:
 
     def best(self, ratings: Ratings) -> None:
         """Record a new best model."""
-        if self.is_spokesman:
+        if self.is_reporter:
             self.events.write(BestRated(best=ratings.best_as_json()))
 
     def rating(self, step: int, metric: float) -> None:

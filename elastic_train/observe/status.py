@@ -190,7 +190,7 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         accuracy_step=accuracy_step,
         test_metrics=test_metrics,
         best=_best(world, current_result),
-        snapshot=_newest_remote_snapshot(workers) if snapshot is None else _told(snapshot),
+        snapshot=_newest_remote_snapshot(workers) if snapshot is None else _as_newest(snapshot),
         bucket=str(config["snapshot_dir"]) if is_url(config.get("snapshot_dir")) else None,
         incidents=incidents_of(workers, current_result),
         warnings=tuple(dict.fromkeys([*warnings_of(workers), *problems])),
@@ -304,7 +304,7 @@ def _newest_snapshot(run_dir: Path, config: Line, problems: list[str]) -> Snapsh
         return None
 
 
-def _told(info: SnapshotInfo) -> NewestSnapshot:
+def _as_newest(info: SnapshotInfo) -> NewestSnapshot:
     path = info.path if isinstance(info.path, Path) else str(info.path)
     return NewestSnapshot(info.step, info.time, sum(file.bytes for file in info.files.values()), path)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # torchrun's agent needs nothing else of it
     from elastic_train.world import Address
 
 DEFAULT_PORT, MAX_PORT = 29400, 65535
-NOBODY, NOBODY_V6 = "192.0.2.1", "2001:db8::1"
+UNUSED_IP, UNUSED_IP_V6 = "192.0.2.1", "2001:db8::1"
 """addresses that no machine has, reserved for documentation: TEST-NET-1 (RFC 5737), RFC 3849"""
 ENTRY, MOST_ADDRESSES = 40, 4096
 """bytes of `struct ifreq`, netdevice(7); most IPv4 addresses that are read"""
@@ -103,7 +103,7 @@ def address_towards(endpoints: Sequence[Address], warn: Callable[[str], None]) -
     address, are_told = known[0] if known else "127.0.0.1", ""
     if not known:
         with suppress(OSError):
-            address = source_address(NOBODY, 9)
+            address = source_address(UNUSED_IP, 9)
         are_told = f"others are told {address}, the address of the default route; "
     for what in nowhere:
         warn(f"{what}: {are_told}check the name server, or give an IP address instead of the name")
@@ -189,7 +189,7 @@ def _is_own(ip: str) -> bool:
     address can be bound: then return whether an interface has it."""
     if not _can_bind(ip):
         return False
-    if not _can_bind(NOBODY_V6 if ":" in ip else NOBODY):
+    if not _can_bind(UNUSED_IP_V6 if ":" in ip else UNUSED_IP):
         return True
     address = ipaddress.ip_address(ip)
     of_interfaces = {found for _, found in interface_addresses()}

@@ -185,7 +185,7 @@ class Agreement:
         self._has_state = has_state
         self._witnesses, self._reach, self._is_early = witnesses, reach, is_early
         self._present: dict[int, Presence] = {world.rank: presence}
-        self._is_told = False
+        self._is_announced = False
         self.asks_others = False
         """whether `look` asks other members for the decision, besides this member's own store"""
 
@@ -206,7 +206,7 @@ class Agreement:
         found = {rank: self._status_of(rank, left) for rank in sorted(self._contacts.watched)}
         dead = tuple(world.members[rank].uid for rank, status in found.items() if status is Liveness.DEAD)
         unreachable = tuple(rank for rank in self._mine.unreachable if not self._is_heard(rank))  # contact may return
-        self._say(replace(self._mine, dead=dead, unreachable=unreachable, lacks_place=job.place.is_silent))
+        self._announce(replace(self._mine, dead=dead, unreachable=unreachable, lacks_place=job.place.is_silent))
         asked = (
             [rank for rank in found if found[rank] is Liveness.ALIVE and self._is_heard(rank)]
             if self.asks_others
@@ -232,11 +232,11 @@ class Agreement:
         self._contacts.watch_too(others)
         return self._propose(left, {rank: self._status_of(rank, left, found) for rank in others})
 
-    def _say(self, mine: Presence) -> None:
-        if not self._is_told or mine != self._mine:
+    def _announce(self, mine: Presence) -> None:
+        if not self._is_announced or mine != self._mine:
             self._mine = self._present[self._world.rank] = mine
-            self._job.say_present(self._world, to_json(mine))
-            self._is_told = True
+            self._job.announce_presence(self._world, to_json(mine))
+            self._is_announced = True
 
     def _leaves_it(self, rank: int) -> bool:
         """Return whether a lower rank could not claim its proposal, while this member may be able to."""
@@ -309,6 +309,6 @@ class Agreement:
         )  # fmt: skip
         if isinstance(outcome, Denied):
             self.asks_others = bool(outcome.votes)
-            self._say(replace(self._mine, lacks_place=job.place.is_silent))
+            self._announce(replace(self._mine, lacks_place=job.place.is_silent))
             return Wait(votes=outcome.votes) if outcome.gone_on is None else LeftBehind(outcome.gone_on)
         return Decision.from_json(outcome)

@@ -20,7 +20,7 @@ from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.agreement import Decision, Denied
 from elastic_train.protocol.arbiter import ArbiterLost, ArbiterSilent, Arbitration, Claim, silent_members
 from elastic_train.protocol.finder import Finder
-from elastic_train.protocol.known_worlds import FORGOTTEN, KnownWorlds, tell_released
+from elastic_train.protocol.known_worlds import FORGOTTEN, KnownWorlds, announce_release
 from elastic_train.protocol.laws import Voters, may_go_on, missing_votes
 from elastic_train.protocol.store import Clients, KeyValueStore
 from elastic_train.world import World, from_json, from_runs, to_json, to_runs
@@ -331,7 +331,7 @@ class Ballots:
         change(clients.own, world, lambda _: release(world.rank, decision.to_json()))
         for member in decision.members_after(world):
             with contextlib.suppress(StoreUnreachable):
-                tell_released(clients.of(member), world)
+                announce_release(clients.of(member), world)
 
 
 class Elsewhere:

@@ -115,7 +115,7 @@ class Contacts:
             return ()
         return self.neighbours(world, rank)
 
-    def hearsay_seconds(self, world: World) -> float:
+    def spread_seconds(self, world: World) -> float:
         """Return the seconds within which all workers of `world` learn what one of them has found out."""
         return 2 * self._interval * self.topology.hops(world.world_size)
 
@@ -244,11 +244,11 @@ class Judge:
         self._contacts, self._own = contacts, own
         self._peer_timeout, self._monotonic = peer_timeout, monotonic
 
-    def look(self, world: World, *, is_standing: bool) -> Iterator[Blame]:
+    def look(self, world: World, *, has_group: bool) -> Iterator[Blame]:
         """Yield the reasons why the world that this member is in is over.
 
         Args:
-            is_standing: whether its process group has been made.
+            has_group: whether its process group has been made.
         """
         if world.world_size == 1 and not world.is_spare:
             return
@@ -278,7 +278,7 @@ class Judge:
             activities[rank] = heartbeat = Heartbeat.from_line(heard.status)
             self._own.outside.hear(heartbeat.witness, heard.heard_at - heartbeat.age)
         # A lone worker has no collective that could be broken off, so no spare goes on until it is proven dead.
-        is_judged = is_standing and world.world_size > 1
+        is_judged = has_group and world.world_size > 1
         blamed = (
             self._blamed(world, activities) if is_judged else self._find_lost(world, " before its first step") or None
         )
@@ -340,5 +340,5 @@ class Judge:
         """Return whether the members that this one does not ping have waited as long as the members that it pings."""
         if not self._contacts.is_sparse:
             return True
-        hearsay = self._contacts.hearsay_seconds(world)
+        hearsay = self._contacts.spread_seconds(world)
         return self._monotonic() - self._own.outside.at > self._own.pace.limit(Activity.REDUCE) + hearsay

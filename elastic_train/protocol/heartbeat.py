@@ -197,10 +197,10 @@ def verdicts_of(world: World, line: str) -> dict[int, str] | None:
     """Return the verdicts of a line of `head_of`; None if the world is not over. Raises: ValueError."""
     if line[:1] not in ("!", "="):
         return None
-    return {rank: describe(world, rank, what) for what, runs in _told(line).items() for rank in from_runs(runs)}
+    return {rank: describe(world, rank, what) for what, runs in _verdicts(line).items() for rank in from_runs(runs)}
 
 
-def _told(line: str) -> dict[str, str]:
+def _verdicts(line: str) -> dict[str, str]:
     told: dict[str, str] = json.loads(line.partition(" ")[0][1:] or "{}")
     return told
 
@@ -210,7 +210,7 @@ def is_readable(line: str) -> bool:
     try:
         if line:
             Heartbeat.from_line(line)
-        for runs in _told(line).values():
+        for runs in _verdicts(line).values():
             from_runs(runs)
     except (ValueError, TypeError, AttributeError):
         return False

@@ -164,7 +164,7 @@ class KnownWorlds:
         return self._heard_released[1]
 
 
-def tell_released(store: KeyValueStore, world: World) -> None:
+def announce_release(store: KeyValueStore, world: World) -> None:
     """Write into the store of another member that this member of `world` is no voter any more: it is in none of the
     worlds that follow. Blocks as a store does. Raises: StoreUnreachable."""
     store.put(f"{world.key}/{RELEASED}/{world.me.uid}", "told")
@@ -185,7 +185,7 @@ class Newcomers:
     """The messages to newcomers about their world, and about the worlds before it that count.
 
     For the training thread. The thread that prepares a join may call `message_for` and `notify` too, and any thread
-    `tell_again`.
+    `repeat_message`.
 
     Args:
         clients: for the training thread.
@@ -204,7 +204,7 @@ class Newcomers:
         self.message = ""
         """message of the present world"""
 
-    def be_told(self, text: str, uid: str) -> Admitted:
+    def take_message(self, text: str, uid: str) -> Admitted:
         """Take over the message to this member, which is a newcomer itself, and return its admission."""
         self.message = text
         told = json.loads(text)
@@ -254,7 +254,7 @@ class Newcomers:
                 clients.lose(member)
                 self._own.put(admitted_key(member.uid), message)
 
-    def tell_again(self, world: World | None, waiting: Iterable[Waiting]) -> list[Member]:
+    def repeat_message(self, world: World | None, waiting: Iterable[Waiting]) -> list[Member]:
         """Keep the message for workers that wait in the queue here though they are in `world`: no message has reached
         them, for example because they were frozen. They read this store. Return them. On any thread."""
         inside, message = {member.uid for member in world.members} if world is not None else set(), self.message
@@ -275,7 +275,7 @@ class Announcements:
         self._clients, self._known, self._newcomers = clients, known, newcomers
 
     def present(self, world: World, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the reports (`PeerJob.say_present`) of those of `ranks` that are present; admit missed newcomers."""
+        """Return the reports (`PeerJob.announce_presence`) of the present among `ranks`; admit missed newcomers."""
 
         def ask(store: KeyValueStore) -> str | None:
             text, settled = store.get_many([f"{world.key}/present", "settled"])
@@ -302,7 +302,7 @@ class Announcements:
 
         self._clients.ask_each(world, range(len(world.members)), write)
 
-    def say_ready(self, world: World) -> None:
+    def announce_ready(self, world: World) -> None:
         """Report at rank 0 that this member is about to make the process group of `world`; each call counts. Raises:
         StoreUnreachable."""
         append(self._clients.of_first(world), f"{world.key}/ready", str(world.rank))

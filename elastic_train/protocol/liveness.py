@@ -131,7 +131,7 @@ class Watcher:
         self._has_given_up = False
         self._world: World | None = None
         """world whose process group is about to be made, or stands; mostly the adopted world of `contacts`"""
-        self._is_standing = False
+        self._has_group = False
         self._broken: dict[int, str] | None = None
         """verdicts of the adopted world, once it is over"""
         self._is_by_vote = False
@@ -180,7 +180,7 @@ class Watcher:
     def expect(self, world: World) -> None:
         """Watch the making of this world's process group: break it off if a member dies before the group stands."""
         with self._lock:
-            self._world, self._is_standing = world, False
+            self._world, self._has_group = world, False
             self._broken_at = None
             self.verdicts, self.reason = {}, None
         self.thread.turn_soon()
@@ -188,7 +188,7 @@ class Watcher:
     def enter(self, world: World) -> None:
         """Watch the process group of this world, which stands now, until `leave`."""
         with self._lock:
-            self._world, self._is_standing = world, True
+            self._world, self._has_group = world, True
         self.thread.turn_soon()
 
     @property
@@ -257,11 +257,11 @@ class Watcher:
 
     def _look(self) -> None:
         with self._lock:
-            world, is_standing = self._world, self._is_standing
+            world, has_group = self._world, self._has_group
         if world is None:
             self._look_back()
             return
-        for blame in self._judge.look(world, is_standing=is_standing):
+        for blame in self._judge.look(world, has_group=has_group):
             self._break_off(world, blame)
 
     def _look_back(self) -> None:

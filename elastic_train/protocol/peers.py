@@ -50,7 +50,7 @@ class Facts:
         if name not in self.known:
             self.known[name] = self._create(f"fact/{name}", proposal)
             self._own.put(f"fact/{name}", self.known[name])
-            self._tell_spares(name, self.known[name])
+            self._send_to_spares(name, self.known[name])
         return self.known[name]
 
     def _create(self, key: str, proposal: str) -> str:
@@ -67,7 +67,7 @@ class Facts:
             self._clients.lose_rank(world, 0)
             return proposal  # a death ends this world, and the next one agrees on one state again
 
-    def _tell_spares(self, name: str, text: str) -> None:
+    def _send_to_spares(self, name: str, text: str) -> None:
         """Send a fact to the spares; rank 0 does. The training members create each fact themselves."""
         world = self.world
         if world is not None and world.rank == 0:
@@ -196,7 +196,7 @@ class PeerJob:
             text = self._own.get("admitted")
             if text is None:
                 return said
-        return self._newcomers.be_told(text, mine.member.uid)
+        return self._newcomers.take_message(text, mine.member.uid)
 
     def queue(self) -> list[Waiting]:
         """Return the workers in the join queue, for rank 0."""
@@ -267,7 +267,7 @@ class PeerJob:
         self.place.forget_all_but(self._known.voters)
         self._own.put("settled", json.dumps([world.generation, world.uid]))
 
-    def say_present(self, world: World, text: str) -> None:
+    def announce_presence(self, world: World, text: str) -> None:
         """Report in its own store that this member wants to be in the world after `world`."""
         self.place.note_end(world.uid)
         self._own.put(f"{world.key}/present", text)

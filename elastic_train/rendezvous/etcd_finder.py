@@ -69,9 +69,9 @@ class EtcdSilence:
         self._grace, self._log, self._warn, self._clock = grace, log, warn, clock
         self._since: float | None = None
         self._reported_at = clock()
-        self._nobody_since: float | None = None
+        self._no_host_since: float | None = None
         """end of the first in the present row of looks in which etcd did not answer and no job was found"""
-        self._leads_to_nobody = False
+        self._has_no_host = False
         """whether the last look belongs to that row"""
         self._has_warned = False
 
@@ -82,7 +82,7 @@ class EtcdSilence:
             self._reported_at = now
 
     def note_answer(self) -> None:
-        since, self._since, self._nobody_since = self._since, None, None
+        since, self._since, self._no_host_since = self._since, None, None
         if self._has_warned and since is not None:
             self._has_warned = False
             self._log(f"etcd answers again, after {self._clock() - since:.0f} s")
@@ -96,17 +96,17 @@ class EtcdSilence:
             self._warn(f"{error}; training goes on without it, but nobody finds the job there")
 
     def note_look(self) -> None:
-        """Note that a worker without a world looks for a job. Unless `note_nobody` follows, the look found a host."""
-        if not self._leads_to_nobody:
-            self._nobody_since = None
-        self._leads_to_nobody = False
+        """Note that a worker without a world looks for a job. Unless `note_no_host` follows, the look found a host."""
+        if not self._has_no_host:
+            self._no_host_since = None
+        self._has_no_host = False
 
-    def note_nobody(self, error: StoreUnreachable | StoreRefused, *, knows_others: bool) -> None:
+    def note_no_host(self, error: StoreUnreachable | StoreRefused, *, knows_others: bool) -> None:
         """Note that the look found no host. Raises `error` if that lasts longer than the grace; at once if etcd refuses
         a worker that knows no other stores."""
-        self._leads_to_nobody = True
+        self._has_no_host = True
         now = self._clock()
-        since = self._nobody_since = now if self._nobody_since is None else self._nobody_since
+        since = self._no_host_since = now if self._no_host_since is None else self._no_host_since
         self.report(str(error))
         if now - since > self._grace or (isinstance(error, StoreRefused) and not knows_others):
             raise error
@@ -264,7 +264,7 @@ class EtcdFinder(Finder):
         except LeaseLost:
             return False  # this process hung; the finder's thread opens a new lease
         except (StoreUnreachable, StoreRefused) as error:
-            self._silence.note_nobody(error, knows_others=bool(self._earlier()))
+            self._silence.note_no_host(error, knows_others=bool(self._earlier()))
             return False
 
     def _begins(self) -> bool:

@@ -48,16 +48,16 @@ class JsonLines:
     def __init__(
         self,
         path: Path,
-        tell: Callable[[LinesMissing], bool] | None = None,
+        report: Callable[[LinesMissing], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tell`: is called with an event when lines can be written again; called again later if it returns False."""
-        self.path, self._tell, self._clock = path, tell, clock
+        """`report`: is called with an event when lines can be written again; called again later if it returns False."""
+        self.path, self._report, self._clock = path, report, clock
         self._lost: dict[str, list[list[int]]] = {}
         """event -> generation, first and last step of lines that were lost; those of a ledger are `samples`"""
         self._num_torn = 0
         """lines that were written only in part"""
-        self._is_telling = False
+        self._is_reporting = False
         self._fd: int | None = None
         self._has_failed = False
         self._paused_until = -math.inf
@@ -71,15 +71,15 @@ class JsonLines:
             if line.get("event") == Done.name:  # there may be no later one
                 self._paused_until = -math.inf
             is_written = self._try(data)
-            if self._tell is None:
+            if self._report is None:
                 return is_written
             if not is_written:
                 self._note(line)
-            elif (self._lost or self._num_torn) and not self._is_telling:
-                self._is_telling = True  # who tells may write into this file
-                if self._tell(LinesMissing(file=self.path.parent.name, lines=self._lost, torn=self._num_torn)):
+            elif (self._lost or self._num_torn) and not self._is_reporting:
+                self._is_reporting = True  # `report` may write into this file
+                if self._report(LinesMissing(file=self.path.parent.name, lines=self._lost, torn=self._num_torn)):
                     self._lost, self._num_torn = {}, 0
-                self._is_telling = False
+                self._is_reporting = False
             return is_written
 
     def _note(self, line: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ from elastic_train.storage.snapshot import (
     require_same_run,
 )
 from elastic_train.storage.state_bytes import HashingFile, SnapshotFile
-from elastic_train.storage.store_urls import errors_told, refusals_told
+from elastic_train.storage.store_urls import translated_errors, translated_refusals
 
 FORMAT_VERSION = 3
 PART_PREFIX = f"{STATE_FILE}."
@@ -111,7 +111,7 @@ class BucketSnapshot:
 
     def _get(self, file: str, limit: int) -> bytes | None:
         """Read one object; None if there is none. Raises: SnapshotDenied: the store refuses to return it."""
-        with refusals_told():
+        with translated_refusals():
             found = self.store.get(self.key_of(file), limit)
         return None if found is None else found.data
 
@@ -208,7 +208,7 @@ class Bucket:
             SnapshotError: it cannot be written; older snapshots are untouched. Any error of the check of `flight`.
         """
         place, flight = self.snapshot(name), flight or Flight()
-        with errors_told(str(place)):
+        with translated_errors(str(place)):
             try:
                 existing = self._existing(place, str(manifest["run_uid"]), key)
                 return existing or self._write_new(place, fill, manifest, key, flight, shared)
@@ -220,7 +220,7 @@ class Bucket:
         too slow. Blocks until the snapshot is visible; returns False if it will not be. Raises: SnapshotError: this
         node cannot send."""
         place = self.snapshot(name)
-        with errors_told(str(place)):
+        with translated_errors(str(place)):
             stream = self._open_share(place, shared)
             try:
                 shared(stream)

@@ -163,8 +163,8 @@ class ObjectStore:
             if self._put_conditionally(key, b"nor", wrong) is not None:
                 return False
             there = self.get(key)
-            is_version_told = there is not None and there.version == version
-            return is_version_told and self._put_conditionally(key, b"2", version) is not None
+            has_version = there is not None and there.version == version
+            return has_version and self._put_conditionally(key, b"2", version) is not None
         except ObjectStoreError as error:
             if error.fault is not StoreFault.OTHER:
                 raise

@@ -193,7 +193,7 @@ def scrub(text: str) -> str:
 
 
 @contextlib.contextmanager
-def errors_told(place: str) -> Iterator[None]:
+def translated_errors(place: str) -> Iterator[None]:
     """Turn any error of the store's library or of its content into a SnapshotError, so that training does not end."""
     try:
         yield
@@ -205,7 +205,7 @@ def errors_told(place: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refusals_told() -> Iterator[None]:
+def translated_refusals() -> Iterator[None]:
     """Turn the refusal of a store to return one object into a SnapshotDenied: other snapshots may be readable. (A user
     without any read permission fails earlier, at the owner's record.) An unknown error is no refusal: the next try may
     succeed."""

@@ -24,13 +24,13 @@ _WITHOUT_DRAWS = (TensorDataset, TensorImages, SyntheticImages)
 """data sets that draw no random numbers; seeding generators would take longer than reading their batches"""
 
 
-class _Told:
+class _LastEpoch:
     """The last epoch given to a data set's `set_epoch` in this process, by any reader."""
 
     epoch: int | None = None
 
 
-_known: WeakValueDictionary[int, _Told] = WeakValueDictionary()
+_known: WeakValueDictionary[int, _LastEpoch] = WeakValueDictionary()
 """by the data set's id, as long as a reader exists; a data set may be unhashable"""
 
 
@@ -62,7 +62,7 @@ class EpochDataset(Dataset[Any]):
             self._gather = self._select
         set_epoch = getattr(dataset, "set_epoch", None)
         self._set_epoch: Callable[[int], Any] | None = set_epoch if _takes_one(set_epoch) else None
-        self._told = _known.setdefault(id(dataset), _Told())
+        self._last = _known.setdefault(id(dataset), _LastEpoch())
         self._seed = seed
         self._draws_nothing = self._gather is not None and type(dataset) in _WITHOUT_DRAWS
 
@@ -72,18 +72,18 @@ class EpochDataset(Dataset[Any]):
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
         if len(micro_batch.indices) == 0:
             return micro_batch, None
-        self._tell(micro_batch.epoch)
+        self._begin_epoch(micro_batch.epoch)
         return micro_batch, self.read(micro_batch.indices, micro_batch.epoch)
 
-    def _tell(self, epoch: int) -> None:
-        if self._set_epoch is not None and epoch != self._told.epoch:
+    def _begin_epoch(self, epoch: int) -> None:
+        if self._set_epoch is not None and epoch != self._last.epoch:
             SeededItems(self._seed).read(self._set_epoch, np.array([epoch]), epoch)
-            self._told.epoch = epoch
+            self._last.epoch = epoch
 
     def read(self, indices: npt.NDArray[np.int64], epoch: int = 0) -> Any:
         """Return the batch of at least one sample. Outside of training it is of the last epoch given to `set_epoch`."""
-        if self._told.epoch is None:
-            self._tell(epoch)
+        if self._last.epoch is None:
+            self._begin_epoch(epoch)
         if self._gather is None:
             return self._items.read(self.dataset.__getitem__, indices, epoch, self._collate)
         gather = self._gather

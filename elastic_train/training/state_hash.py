@@ -28,7 +28,7 @@ from elastic_train.training.state import TrainState, dense_parts
 
 CHUNK_BYTES = {"cpu": 2**20, "cuda": 2**24}
 """bytes hashed at a time: they fit a processor's cache, and keep a GPU busy"""
-CANNOT_SAY, CHANGED = 0, 1
+NO_HASH, CHANGED = 0, 1
 """instead of a hash: no hash could be made; this rank's optimizers have changed the state that a peer has sent"""
 KIND = ("machine", "cpu_capability", "device", "gpu")
 """keys of determinism.fingerprint(): machines that differ in these may round an optimizer's update differently"""
@@ -43,7 +43,7 @@ class StateComparison:
     Args:
         voters: ranks that brought the state into this world; the other ranks have got theirs from one of them.
         with_buffers: whether the model's buffers must be equal on all ranks, too.
-        is_able: whether this rank's hash is meaningful; if not, the rank takes part with CANNOT_SAY.
+        is_able: whether this rank's hash is meaningful; if not, the rank takes part with NO_HASH.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class StateComparison:
         self._with_buffers = with_buffers
         self._is_able = is_able
         self._thread: SideThread | None = None
-        self._hash = CANNOT_SAY
+        self._hash = NO_HASH
         self.why_not: str | None = None
         """why this rank could not make a hash"""
         self.num_kinds = 1
@@ -106,7 +106,7 @@ class StateComparison:
         if any(value == CHANGED for _, value in told):
             self.is_lost_in_loading = True
             return
-        able = [rank for rank, (_, value) in enumerate(told) if value != CANNOT_SAY]
+        able = [rank for rank, (_, value) in enumerate(told) if value != NO_HASH]
         voters = [rank for rank in self._voters if rank in able]
         right = right_hashes([(told[rank][0], told[rank][1]) for rank in voters])
         if right is None:
@@ -115,7 +115,7 @@ class StateComparison:
         if right.issuperset(told[rank][1] for rank in voters):  # otherwise a rank may have its state from a wrong one
             # The first voter has sent the state. On a machine of another kind a later step may be rounded differently.
             source, source_hash = told[self._voters[0]]
-            wrong = [rank for rank in wrong if told[rank][0] == source and source_hash != CANNOT_SAY]
+            wrong = [rank for rank in wrong if told[rank][0] == source and source_hash != NO_HASH]
         if wrong:
             raise StatesDiffer(wrong, len(voters), has_majority=True)
 

@@ -233,7 +233,7 @@ def test_whoever_was_suspended_waits_for_those_who_could_not_reach_it(form: Form
     jobs, worlds = begin(form)
     form.kill(worlds[0].me.pid)
     dead = {0: Liveness.DEAD}
-    jobs[2].say_present(worlds[2], to_json(Presence(worlds[2].generation, unreachable=(1,))))
+    jobs[2].announce_presence(worlds[2], to_json(Presence(worlds[2].generation, unreachable=(1,))))
     thawed = agreement(form, jobs[1], worlds[1], dead, is_early=lambda: True)
 
     def look() -> bool:
@@ -243,7 +243,7 @@ def test_whoever_was_suspended_waits_for_those_who_could_not_reach_it(form: Form
 
     assert eventually(form, look)
     assert look(), "as long as that may be of before"
-    jobs[2].say_present(worlds[2], to_json(Presence(worlds[2].generation)))
+    jobs[2].announce_presence(worlds[2], to_json(Presence(worlds[2].generation)))
     assert agree(form, jobs, worlds, [1, 2], dead).ranks == (1, 2)
 
 
@@ -269,7 +269,7 @@ def test_who_is_left_out_learns_it(form: Form) -> None:
 def test_who_has_heard_that_the_job_cannot_go_on_proposes_nothing(form: Form) -> None:
     jobs, worlds = begin(form)
     for job, world in zip(jobs[1:], worlds[1:], strict=True):
-        job.say_present(world, to_json(Presence(world.generation)))
+        job.announce_presence(world, to_json(Presence(world.generation)))
     jobs[2].announcements.announce(worlds[2], "fatal", "no parallel()")
     assert eventually(form, lambda: jobs[0].heard(worlds[0], "fatal") is not None)
     with pytest.raises(JobFailed, match=re.escape("no parallel()")):
@@ -302,7 +302,7 @@ def test_who_comes_back_does_not_wait_in_its_own_queue() -> None:
 def test_who_is_ready_for_a_world_is_seen_by_those_who_are_not(form: Form) -> None:
     jobs, worlds = begin(form)
     assert [job.announcements.not_ready(world) for job, world in zip(jobs, worlds, strict=True)] == [(0, 1, 2)] * 3
-    jobs[2].announcements.say_ready(worlds[2])
+    jobs[2].announcements.announce_ready(worlds[2])
     assert [job.announcements.not_ready(world) for job, world in zip(jobs, worlds, strict=True)] == [(0, 1)] * 3
 
 
@@ -310,7 +310,7 @@ def test_who_is_ready_for_a_world_is_seen_by_those_who_are_not(form: Form) -> No
 def test_a_world_is_begun_where_a_member_is_ready_for_it_or_has_finished(form: Form, says: str) -> None:
     jobs, worlds = begin(form)
     if says == "ready":
-        jobs[2].announcements.say_ready(worlds[2])
+        jobs[2].announcements.announce_ready(worlds[2])
     if says == "finished":
         jobs[2].announcements.announce(worlds[2], "finished", "{}")
     limits, nobody = Waits(10.0, 10.0, 10.0), cast("Any", None)
@@ -334,7 +334,7 @@ def test_a_member_keeps_little_of_the_worlds_that_are_over(name: str, request: p
     past, sizes = [], []
     for number in range(24):
         for rank, (job, world) in enumerate(zip(jobs, worlds, strict=True)):
-            job.announcements.say_ready(world)
+            job.announcements.announce_ready(world)
             job.announcements.announce(world, f"left/{9 + rank}", "as if")
             for prefix in ("group", "ahead", "formed"):  # of gloo, and of a plan
                 job._own.put(f"{prefix}/{world.key}/{rank}", "x")

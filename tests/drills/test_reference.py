@@ -26,7 +26,7 @@ PROGRAM = DrilledProgram(("script.py",))
 
 
 def test_what_it_came_to_and_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "TELL_SECONDS", 0.2)
+    monkeypatch.setattr(reference, "LINE_SECONDS", 0.2)
     (tmp_path / "script.py").write_text(SCRIPT)
     said: list[str] = []
 

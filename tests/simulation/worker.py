@@ -125,7 +125,7 @@ class Worker:
                 admissible,
                 lambda: state if self.commit is not None else None,  # type: ignore[arg-type,return-value]
                 lambda why: simulation.note(f"{self} warns: {why}"),
-                joins.news.tell_once,
+                joins.news.send_once,
             )
         self.stop = SimpleNamespace(votes=lambda: 2 * (int(self.wants_to_leave),), check=lambda: None)
         """as StopSignal"""

@@ -104,7 +104,7 @@ def test_a_look_parses_the_agreement_of_the_run_once(monkeypatch: pytest.MonkeyP
 def test_those_for_whom_there_is_no_room_are_told_once() -> None:
     here, _, world = newcomers(member(1), member(2), member(3), agreement={})
     told: list[tuple[str, str]] = []
-    here.joins.news.tell = lambda node, why: told.extend((one.uid, why) for one in node)  # type: ignore[method-assign]
+    here.joins.news.send = lambda node, why: told.extend((one.uid, why) for one in node)  # type: ignore[method-assign]
     here.joins._max_nodes = 2
     here.joins.consider(world)
     here.joins.consider(world)
@@ -151,15 +151,15 @@ def test_where_the_world_ends_for_others_no_plan_is_begun_or_followed() -> None:
 def test_all_who_wait_are_told_why() -> None:
     here, _, world = newcomers(member(1), member(2), agreement={})
     told: list[tuple[str, str]] = []
-    here.joins.news.tell = lambda node, why: told.extend((one.uid, why) for one in node)  # type: ignore[method-assign]
-    here.joins.news.tell_all(world, "rank 0 is stuck")
+    here.joins.news.send = lambda node, why: told.extend((one.uid, why) for one in node)  # type: ignore[method-assign]
+    here.joins.news.send_to_all(world, "rank 0 is stuck")
     assert told == [("uid1", "rank 0 is stuck"), ("uid2", "rank 0 is stuck")]
 
 
 def test_nobody_is_admitted_to_a_world_that_nobody_could_train_in_and_who_waits_is_told_once() -> None:
     here, clock, world = newcomers(member(1), agreement={})
     told: list[str] = []
-    here.joins.news.tell = lambda _node, why: told.append(why)  # type: ignore[method-assign]
+    here.joins.news.send = lambda _node, why: told.append(why)  # type: ignore[method-assign]
     here.joins.why_closed = "a parameter got no gradient"
     for _ in range(3):
         here.joins.consider(world)
@@ -177,7 +177,7 @@ def test_until_a_world_of_one_has_done_a_step_whoever_comes_waits_and_is_told_no
     """Only that step shows whether another one could train in it."""
     here, clock, world = newcomers(member(1), agreement={})
     told: list[str] = []
-    here.joins.news.tell = lambda _node, why: told.append(why)  # type: ignore[method-assign]
+    here.joins.news.send = lambda _node, why: told.append(why)  # type: ignore[method-assign]
 
     def look_for_long() -> None:
         for _ in range(3):
@@ -243,7 +243,7 @@ def test_a_model_on_several_devices_admits_nobody(flags: dict[str, Any]) -> None
     alone = World(0, 0, (member(0),))
     here, clock, _ = newcomers(member(1), agreement={})
     told: list[str] = []
-    here.joins.news.tell = lambda _node, why: told.append(why)  # type: ignore[method-assign]
+    here.joins.news.send = lambda _node, why: told.append(why)  # type: ignore[method-assign]
     here.joins.why_closed_in = partial(why_closed_in, worker)
     enter(here, alone)
     for _ in range(3):

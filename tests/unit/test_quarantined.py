@@ -200,8 +200,8 @@ def quarantined(
     job: Any = None
     around: Any = None
     news = QueueNews(job, around)
-    news.tell = lambda node, _why: told.append(tuple(one.uid for one in node))  # type: ignore[method-assign]
-    return partial(admissible, lambda: state, warned.append, news.tell_once), warned, told
+    news.send = lambda node, _why: told.append(tuple(one.uid for one in node))  # type: ignore[method-assign]
+    return partial(admissible, lambda: state, warned.append, news.send_once), warned, told
 
 
 def state_after(*deaths: float) -> TrainState:

@@ -274,7 +274,7 @@ def test_the_totals_of_the_run_are_those_of_its_snapshot_until_its_state_has_com
     if came == "state":
         totals = {phase.value: 0.0 for phase in Phase} | {Phase.TRAIN: 400.0}
         state.clock.take_over({"totals": totals, "node_totals": totals})
-        reporter: Any = SimpleNamespace(tell_quarantines=print)
+        reporter: Any = SimpleNamespace(report_quarantines=print)
         report_of(reporter, state, "off").state_came_late(PAIR)
         expected = {Phase.TRAIN: 400.0}
     assert (state.generation, state.generations) == ((None, 0) if came == "position" else (PAIR.generation, 1))

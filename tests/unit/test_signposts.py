@@ -893,10 +893,10 @@ def test_where_any_address_can_be_bound_the_kernel_says_which_are_this_machines(
     """By net.ipv4.ip_nonlocal_bind, as beside keepalived; in earnest in integration/test_network.py."""
     monkeypatch.setattr(addresses, "_can_bind", lambda _ip: True)
     with suppress(OSError):
-        assert own_and_others(source_address(addresses.NOBODY, 9))[0], "of the default route, where there is one"
+        assert own_and_others(source_address(addresses.UNUSED_IP, 9))[0], "of the default route, where there is one"
     for ip in ("127.0.0.1", "127.0.0.2", "0.0.0.0"):
         assert own_and_others(ip) == ([ip], [])
-    for ip in (addresses.NOBODY, "198.51.100.1", "2001:db8::2"):
+    for ip in (addresses.UNUSED_IP, "198.51.100.1", "2001:db8::2"):
         assert own_and_others(ip) == ([], [])
 
 

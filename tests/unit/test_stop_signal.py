@@ -42,7 +42,7 @@ from elastic_train.stopping import StopSignal
 
 stop = StopSignal()
 stop.install()
-slurm = source_of(NoticesFlag("slurm"), print, stop.tell_also)()
+slurm = source_of(NoticesFlag("slurm"), print, stop.call_on)()
 heard = []
 def watch():
     while slurm.look() is None:

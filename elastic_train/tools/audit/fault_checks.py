@@ -26,7 +26,7 @@ def check_incidents(history: History) -> Found:
     faults = [fault for fault in history.drill.faults if fault.injected_at is not None] if history.drill else []
     outages = outages_of(history)
     num_incidents = len(history.worlds[1:]) if history.final_result is None else len(incidents)
-    findings = list(_untold(history))
+    findings = list(_unreported(history))
     if not incidents and not faults and not outages and not findings:
         raise Skip("nothing happened")
     limits = _limits(history)
@@ -66,7 +66,7 @@ def check_incidents(history: History) -> Found:
     return ", ".join(count(n, what) for n, what in counts) + told, findings
 
 
-def _untold(history: History) -> Iterator[str]:
+def _unreported(history: History) -> Iterator[str]:
     """Yield where result.json and the events disagree about worlds that re-formed in place. Only worlds since the last
     restore count: incidents are part of the state. Incidents of older versions have no generation."""
     result = history.final_result

@@ -281,7 +281,7 @@ class Side:
     def end(self) -> None:
         """Let the processes end by themselves."""
         self._signal(signal.SIGCONT)
-        self._tell(None)
+        self._send(None)
         for process in self._processes:
             process.join(ANSWER_TIMEOUT.total_seconds())
 
@@ -293,11 +293,11 @@ class Side:
 
     def _ask(self, task: LoopCase | int | None) -> float:
         self._signal(signal.SIGCONT)
-        answer = self._tell(task)
+        answer = self._send(task)
         self._signal(signal.SIGSTOP)
         return answer
 
-    def _tell(self, task: LoopCase | int | None) -> float:
+    def _send(self, task: LoopCase | int | None) -> float:
         """Send a task to all ranks, which must be running. Return rank 0's answer when all have answered."""
         for pipe in self._pipes:
             pipe.send(task)

@@ -72,7 +72,7 @@ def look_here(
         has_hook=has_hook(),
         backend=backend,
         interface=next((name for name, found in own if found == address), None),
-        interfaces=interfaces_told(own),
+        interfaces=interfaces_with_addresses(own),
         wanted_interfaces=wanted_interfaces(os.environ),
         host_addresses=host_addresses(),
         num_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
@@ -122,7 +122,7 @@ def has_hook() -> bool:
     return any(entry.name == "elastic_train" for entry in entries)
 
 
-def interfaces_told(addresses: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+def interfaces_with_addresses(addresses: Sequence[tuple[str, str]]) -> tuple[str, ...]:
     """All network interfaces, with their first address if they have any."""
     first = {name: "" for _, name in socket.if_nameindex()} | dict(reversed(addresses))
     return tuple(f"{name}={found}" if found else name for name, found in first.items())

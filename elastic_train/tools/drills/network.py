@@ -26,7 +26,7 @@ NAMESPACES = Path("/run/netns")
 """where `ip netns` keeps them"""
 PREFIX = "et"
 """of the namespaces' names, before the pid of the drill"""
-NOBODY = "02:00:00:00:00:00"
+UNUSED_MAC = "02:00:00:00:00:00"
 """a hardware address that no node has: packets to it are lost silently"""
 
 # `ip netns exec` enters the network; unshare makes the rest. --kill-child: the node ends with its first process.
@@ -56,7 +56,7 @@ class Network:
         self._shaped: dict[int, list[list[str]]] = {}
         """node -> commands that undo what was done to its line"""
         try:
-            _sweep()
+            _delete_leftovers()
             self._make_hub()
             for index in range(num_nodes):
                 self._make_node(index)
@@ -119,7 +119,7 @@ class Network:
     def hide(self, index: int, addresses: Collection[str]) -> None:
         """Have a node send packets for these addresses to a hardware address that does not exist."""
         for address in addresses:
-            to = ("to", address, "lladdr", NOBODY, "nud", "permanent", "dev", "eth0")
+            to = ("to", address, "lladdr", UNUSED_MAC, "nud", "permanent", "dev", "eth0")
             _ip("-n", self._name(index), "neigh", "replace", *to)
 
     def plug_in(self, index: int, bridge: str = "br0") -> None:
@@ -212,7 +212,7 @@ def _ip(*arguments: str) -> None:
     _run(["ip", *arguments])
 
 
-def _sweep() -> None:
+def _delete_leftovers() -> None:
     """Remove the namespaces of drills that were killed before they removed them. Their processes died with them."""
     for path in NAMESPACES.glob(f"{PREFIX}*-*"):
         pid = path.name.removeprefix(PREFIX).partition("-")[0]

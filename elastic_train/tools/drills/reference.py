@@ -19,7 +19,7 @@ from elastic_train.tools.drills.program import BUNDLED_PROGRAM, DrilledProgram
 from elastic_train.tools.drills.watch import RunWatch
 
 REFERENCE_SECONDS = 3600.0
-TELL_SECONDS = 10.0
+LINE_SECONDS = 10.0
 """between two lines about the running job"""
 
 
