@@ -1,9 +1,9 @@
-"""Keeps a run at the most nodes of its --nnodes on SLURM: one job for each node, submitted and cancelled as it wants.
+"""Keep a run at the maximum of its --nnodes on SLURM: submit one job per node that is missing, cancel surplus ones.
 
     elastic-train submit slurm --nodes 1:4 --allocate 1 --name RUN --etcd ... --run-dir DIR --dry-run > node.sbatch
     python autoscale.py DIR node.sbatch
 
-Runs on a login node until the run has finished or failed. Nothing is lost where it ends: start it again.
+It runs on a login node until the run has finished or failed. If it ends earlier, start it again: nothing is lost.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from typing import Any
 
 OVER = ("finished", "failed")
 PATIENCE = 3
-"""looks in a row that had to submit, before the next one is put off; nodes are taken away in turn as well"""
+"""rounds in a row that may submit before the pause grows; nodes may also be lost one after the other"""
 LONGEST_SECONDS = 900.0
 
 
 def decide(status: Mapping[str, Any] | None, jobs: Sequence[tuple[str, str]]) -> tuple[int, list[str]]:
-    """(how many jobs to submit, which to cancel).
+    """Return (how many jobs to submit, which jobs to cancel).
 
     Args:
-        status: of the run, by `elastic-train status --json`; None before it has begun.
-        jobs: (id, SLURM's state) of each, oldest first.
+        status: what `elastic-train status --json` prints; None before the run has begun.
+        jobs: (id, SLURM's state) of each job, oldest first.
     """
     pending = [job for job, state in jobs if state == "PENDING"]
     is_begun = status is not None and (status["capacity"]["max_nodes"] is not None or status["state"] in OVER)
-    if status is None or not is_begun:  # one begins it, and says how many there may be
+    if status is None or not is_begun:  # the first node begins the run, and knows the maximum
         return (0 if jobs else 1), []
     most, wanted = status["capacity"]["max_nodes"] or 0, status["capacity"]["wanted"]
-    if status["state"] == "silent":  # gone, or in a long step: of these jobs SLURM knows which run
+    if status["state"] == "silent":  # dead, or in a long step: count the jobs that SLURM runs
         wanted = max(0, most - (len(jobs) - len(pending)))
-    surplus = [] if status["state"] == "starting" else pending[wanted:]  # the nodes of the last world count still
+    surplus = [] if status["state"] == "starting" else pending[wanted:]  # `wanted` is still of the last world
     return max(0, min(wanted - len(pending), most - len(jobs))), surplus
 
 
 def pause(every: float, num_fruitless: int) -> float:
-    """Seconds until the next look, after so many in a row that had to submit: a job that fails at once is submitted
-    again ever more rarely."""
+    """Return the seconds until the next round, after `num_fruitless` rounds in a row that had to submit. It grows, for
+    jobs that fail at once."""
     return every if num_fruitless <= PATIENCE else min(every * 2.0 ** (num_fruitless - PATIENCE), LONGEST_SECONDS)
 
 
 def job_name(run_dir: Path) -> str:
-    """Of one run alone, however many folders have the same name."""
+    """Return a name that only this run has: folders elsewhere may have the same name."""
     whole = run_dir.resolve()
     return f"{whole.name}-{hashlib.sha256(bytes(whole)).hexdigest()[:8]}-node"
 
@@ -78,7 +78,7 @@ def main() -> None:
     while True:
         try:
             num_new = look(arguments.run_dir, arguments.script)
-        except subprocess.CalledProcessError as error:  # of a slurmctld that restarts, say
+        except subprocess.CalledProcessError as error:  # slurmctld restarts, for example
             num_new = 0
             print(f"warning: {error.cmd[0]} ended with {error.returncode}: asked again", file=sys.stderr, flush=True)
         if num_new is None:
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def look(run_dir: Path, script: Path) -> int | None:
-    """Submit and cancel what is to be now. Returns how many were submitted; None where the run is over."""
+    """Submit missing jobs and cancel surplus ones. Returns the number of jobs submitted; None if the run is over."""
     name = job_name(run_dir)
     status, jobs = read_status(run_dir), read_jobs(name)
     if status is not None and status["state"] in OVER and not jobs:
