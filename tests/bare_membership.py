@@ -1,4 +1,4 @@
-"""A membership whose parts a test gives itself; it has only those that the test is about."""
+"""A membership that has only the parts that a test gives it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every arbiter must do with claims, wherever they lie."""
+"""Tests of claims that every arbiter must pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every test leaves behind, nothing in the environment; and a process group for those that ask for one."""
+"""Checks that no test changes the environment, and a process group for tests that need one."""
 
 from __future__ import annotations
 

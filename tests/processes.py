@@ -1,4 +1,4 @@
-"""What tests do to other processes, and to files."""
+"""Helpers for other processes and for files."""
 
 from __future__ import annotations
 

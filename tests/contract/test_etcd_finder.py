@@ -1,4 +1,4 @@
-"""A job's entry in etcd: who begins, who is found, whose claim stands; with real members of etcd."""
+"""A job's entry in etcd, with real members: which worker begins, what is found, and which claim counts."""
 
 from __future__ import annotations
 

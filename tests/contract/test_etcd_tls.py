@@ -1,4 +1,4 @@
-"""etcd with certificates and users: what is wrong with them is told with a remedy, and what is renewed is read anew."""
+"""etcd with certificates and users: every error names a remedy, and renewed files are read again."""
 
 from __future__ import annotations
 

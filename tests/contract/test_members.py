@@ -1,4 +1,4 @@
-"""What a member does by whatever keeps its job: the real Membership, over every form. Only the pings are the test's."""
+"""The real Membership over every form of a job; only the pings are faked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No file of deploy/ is there unseen: each is of a kind that a test checks, is used, and its links lead somewhere."""
+"""Every file of deploy/ is of a kind that a test checks, is used, and has links that lead somewhere."""
 
 from __future__ import annotations
 

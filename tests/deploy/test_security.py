@@ -1,4 +1,4 @@
-"""The firewall that the page on security has one type, in a network of its own."""
+"""The firewall commands of the page on security, run in a network namespace."""
 
 from __future__ import annotations
 

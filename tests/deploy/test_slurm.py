@@ -1,4 +1,4 @@
-"""What `elastic-train submit slurm` makes of the batch scripts; tests/integration/test_slurm.py runs them."""
+"""The batch scripts as `elastic-train submit` fills them in; tests/integration/test_slurm.py runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to spoil a small run, and what its audit says then."""
+"""Ways to damage a small run, and the findings of its audit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Audits of what was done to a run, of how it recovered, and in what time."""
+"""Audits of the injected faults, and of the recovery and its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Audits of what training did: for every promise a run in which it is broken, and the check that names it."""
+"""Audits of training: for every promise a run that breaks it, and the check that reports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fault says of what it did is true."""
+"""A fault reports truly what it did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page about a run: what it says, and that a real browser shows it without a word of complaint."""
+"""The report page of a run: its content, and that a real browser shows it without errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a drill does what: the same for the same seed, and always possible."""
+"""Schedules of drills: the same for the same seed, and always possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How busy the drills' own task is: by its flags, and not any more when the drill has let its job run free."""
+"""The load of the drills' own task: set by its flags, and none after the drill lets the job run free."""
 
 from __future__ import annotations
 

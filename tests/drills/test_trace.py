@@ -1,4 +1,4 @@
-"""Availability traces: what a file may say, what a drill makes of it, and a real one that is replayed."""
+"""Availability traces: the form of a file, the drill made from it, and a replay of a real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a drill knows of its live run."""
+"""The live facts of a drill's run."""
 
 from __future__ import annotations
 

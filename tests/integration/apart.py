@@ -1,4 +1,4 @@
-"""Real nodes in network namespaces, whose run directories may be their own: then nothing but votes says who goes on."""
+"""Real nodes in network namespaces, with run directories of their own: only votes decide which side goes on."""
 
 from __future__ import annotations
 

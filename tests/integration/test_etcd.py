@@ -1,4 +1,4 @@
-"""`--rdzv-backend=etcd3 -m elastic_train`: any node may die, a join restarts nobody, members of etcd may die too."""
+"""`--rdzv-backend=etcd3 -m elastic_train`: deaths of nodes and etcd members, and joins without a restart."""
 
 from __future__ import annotations
 

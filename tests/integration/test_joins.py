@@ -1,4 +1,4 @@
-"""Who comes, and how few may stay: late starters, misfits, a node that crashes at every start, too few nodes."""
+"""Joins and too few nodes: late starters, incompatible nodes, and a node that crashes at every start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job listens at: nothing on all interfaces."""
+"""A job listens on no socket that is open to all interfaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that are busy for longer than --peer-timeout: nobody who works is expelled, and who dies is noticed."""
+"""Workers that are busy for longer than --peer-timeout: none of them is expelled, and deaths are noticed."""
 
 from __future__ import annotations
 

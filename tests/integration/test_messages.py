@@ -1,4 +1,4 @@
-"""What goes wrong before training ends in one line that says what to do: no traceback, exit code 1 or 2."""
+"""Errors before training end in one line with the remedy: no traceback, exit code 1 or 2."""
 
 from __future__ import annotations
 

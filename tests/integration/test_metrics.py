@@ -1,4 +1,4 @@
-"""--metrics-port of a real job: it answers for the run whoever is rank 0, also when the node with the port dies."""
+"""--metrics-port of a real job: it serves the whole run, also after rank 0 or the node with the port dies."""
 
 from __future__ import annotations
 

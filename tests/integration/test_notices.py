@@ -1,4 +1,4 @@
-"""A node that is told in advance that it goes away: it leaves at a step's end, and nothing is lost or done again."""
+"""A notice that a node is taken away: it leaves at a step's end, and no step is lost or redone."""
 
 from __future__ import annotations
 

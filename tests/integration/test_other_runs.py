@@ -1,4 +1,4 @@
-"""Old runs that turn up again, and runs whose snapshots are gone: nothing is outranked without a word."""
+"""Old runs that appear again, and runs whose snapshots are lost: each is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may write: jobs that share a run directory by mistake, and nodes that share nothing."""
+"""Owners of run directories: jobs that share one by mistake, and nodes that share none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A member dies, errs or freezes at a named moment; elastic/fault_seam.py hits it exactly."""
+"""A member dies, fails or freezes at an exact moment, by elastic/fault_seam.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More workers than a step has work for: the surplus stands by, steps in for the lost, and disturbs nobody."""
+"""More workers than a step has work for: the surplus wait, replace lost ones, and do not disturb the others."""
 
 from __future__ import annotations
 

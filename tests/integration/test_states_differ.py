@@ -1,4 +1,4 @@
-"""A survivor whose memory is not what the others have: found out in the next world, before it can do harm."""
+"""A survivor whose state differs from the others': the next world finds it before it spreads."""
 
 from __future__ import annotations
 

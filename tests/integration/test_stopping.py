@@ -1,4 +1,4 @@
-"""How a run is told to stop, and how it stops by itself."""
+"""Ways to stop a run, and how it stops by itself."""
 
 from __future__ import annotations
 

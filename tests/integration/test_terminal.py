@@ -1,4 +1,4 @@
-"""What people at their terminals see: one bar, on the terminal of rank 0, and never a silent screen."""
+"""The output at terminals: one progress bar, on the terminal of rank 0, and never a silent screen."""
 
 from __future__ import annotations
 

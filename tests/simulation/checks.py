@@ -1,4 +1,4 @@
-"""What must hold of a history: one chain, nothing lost, nobody waits whom a law lets go on."""
+"""Laws for a history: one chain of worlds, no lost step, and no side waits that a law lets go on."""
 
 from __future__ import annotations
 

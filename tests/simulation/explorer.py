@@ -1,4 +1,4 @@
-"""Every interleaving of what the members of a world do when they decide what follows it, with faults anywhere.
+"""Every interleaving of the actions by which a world's members decide its successor, with faults anywhere.
 
 The states that can be reached are visited once each, depth first. A state is a value: what stands in each register,
 what was announced to whom and what is claimed, and where each member stands (looks.py). A step that changes nothing for

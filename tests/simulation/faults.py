@@ -1,4 +1,4 @@
-"""What may befall the processes of a history, and histories drawn by a seed."""
+"""The faults of a history, and histories drawn by a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a history is made of."""
+"""The parts of a history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes among which histories are shared out."""
+"""Processes that run histories in parallel."""
 
 from __future__ import annotations
 

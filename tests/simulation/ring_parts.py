@@ -1,4 +1,4 @@
-"""What the real ring is given in a simulation: steps that are integers, a simulated group, and files of nobody."""
+"""The parts of the real ring in a simulation: integer steps, a simulated group, and no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows a world is one decision, in whatever order its members do what they do, and whatever of it is lost."""
+"""A world has one successor, in whatever order its members act, and whatever messages are lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members that are busy for longer than the peer timeout: nobody who works is expelled, whoever dies or comes."""
+"""Members that are busy for longer than the peer timeout: none is expelled, whichever others die or join."""
 
 from __future__ import annotations
 

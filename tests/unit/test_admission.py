@@ -1,4 +1,4 @@
-"""Whom rank 0 chooses from the join queue."""
+"""The choice of newcomers from the join queue by rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows a world is decided once, though some reach the place of claims and others do not."""
+"""A world has one successor, also when only some members reach the store of claims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who owns the snapshots below a URL, by a clock that the test turns."""
+"""The owner of snapshots below a URL, with a fake clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots below a URL against who is not to be trusted, or not any more: forged ones, a replaced owner, a lost
+"""Snapshots below a URL and untrusted writers: forged ones, a replaced owner, a lost
 answer, an object that the store keeps to itself."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a check leaves behind, and what it takes from under another one."""
+"""What a check leaves on its machine, and what it excludes from a check beside it."""
 
 from __future__ import annotations
 

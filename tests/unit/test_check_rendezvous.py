@@ -1,4 +1,4 @@
-"""What a check tells of the endpoint."""
+"""The report of a check about the endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would end a worker's start is found by the check before the job, by the functions that the start calls."""
+"""The check finds errors that would end a worker's start, by the functions of the start itself."""
 
 from __future__ import annotations
 

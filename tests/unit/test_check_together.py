@@ -1,4 +1,4 @@
-"""Who tries to reach whom, before there is a process group; and what is measured in one."""
+"""Which ranks try to reach which before there is a process group, and the measurements in one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims in a directory: the first one stands, whatever the file system says of it."""
+"""Claims in a directory: the first one counts, whatever the file system reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By what members see that they have the same data in the same order, wherever a node keeps it."""
+"""Digests by which members see that they have the same data in the same order."""
 
 from __future__ import annotations
 

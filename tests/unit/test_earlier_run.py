@@ -1,4 +1,4 @@
-"""What a worker sees of an earlier run where its snapshots lie below a URL: what the bucket says beats its disk."""
+"""An earlier run with its snapshots below a URL: the bucket takes precedence over the worker's disk."""
 
 from __future__ import annotations
 

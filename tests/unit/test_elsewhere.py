@@ -1,4 +1,4 @@
-"""Whether a member that waits for votes finds out that its job has gone on without it."""
+"""A member that waits for votes finds out that its job has gone on without it."""
 
 from __future__ import annotations
 

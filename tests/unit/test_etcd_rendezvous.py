@@ -1,4 +1,4 @@
-"""When a round of agents is due, who is in it, and what ends it; which of the two modes a program gets."""
+"""Rounds of agents: their start, members and end; and which of the two modes a program gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torchrun's options and the environment say about an etcd cluster; mistakes are named at once."""
+"""The settings of an etcd cluster, from torchrun's options and the environment; mistakes are named at once."""
 
 from __future__ import annotations
 

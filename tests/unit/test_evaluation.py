@@ -1,4 +1,4 @@
-"""What an evaluation gives, in a world of one."""
+"""The results of an evaluation, in a world of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the state counts where all of a world end at one step."""
+"""The state that counts when all workers of a world end at one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a newcomer is sent: the state taken apart and put together, and what may change meanwhile."""
+"""The transfer of the state to a newcomer: its parts, and what may change meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a member says of itself: one line, of a size that does not grow with the world."""
+"""A heartbeat: one line, whose size does not grow with the world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits in the join queue, and which nodes are admitted."""
+"""The nodes in the join queue, and which of them are admitted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may go on: every world of up to five nodes, every set of dead ones, every side."""
+"""Which side may go on: every world of up to five nodes, every set of dead ones, every side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that was left out comes back as a newcomer: what of its time is in the totals of a run already."""
+"""A worker that was left out comes back as a newcomer: which of its times the run's totals have already."""
 
 from __future__ import annotations
 

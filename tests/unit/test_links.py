@@ -1,4 +1,4 @@
-"""Pings over real sockets: what a member hears of one that lives, is killed, is frozen, or is somebody else by now."""
+"""Pings over real sockets to a member that is alive, dead, frozen, or replaced by another process."""
 
 from __future__ import annotations
 

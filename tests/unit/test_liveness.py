@@ -1,4 +1,4 @@
-"""Who is alive: probes of real processes, and watchers whose clock is a number and whose turns and pings are calls."""
+"""Liveness: probes of real processes, and watchers with a fake clock whose rounds and pings are calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bundled loop tells the watcher, in a world of one and without a process group."""
+"""The reports of the bundled loop to the watcher, in a world of one and without a process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What measures the loops, without a measurement."""
+"""The benchmark of loops, without its measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loop of one's own seems to have forgotten: told once, by rank 0, and not where all is well."""
+"""Hints at probable mistakes in a loop of one's own: rank 0 logs each once, and none for a correct loop."""
 
 from __future__ import annotations
 

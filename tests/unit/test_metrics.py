@@ -1,4 +1,4 @@
-"""The endpoint of --metrics-port: what a scrape tells, who has the port, and what it costs a step."""
+"""The endpoint of --metrics-port: its values, which node has the port, and its cost per step."""
 
 from __future__ import annotations
 

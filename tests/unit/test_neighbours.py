@@ -1,4 +1,4 @@
-"""Who pings whom: few, both ways, on other nodes, and everybody is near."""
+"""Which members ping which: few, in both directions, on other nodes, with short ways between any two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a notice does to a worker, and in which order."""
+"""The actions of a worker after a notice, and their order."""
 
 from __future__ import annotations
 

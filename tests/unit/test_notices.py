@@ -1,4 +1,4 @@
-"""What each source says of this node's end, as its documentation has it; and a server that hangs or lies."""
+"""The sources of notices, as their documentation has them; and a server that hangs or sends garbage."""
 
 from __future__ import annotations
 

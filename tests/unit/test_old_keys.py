@@ -1,4 +1,4 @@
-"""What a member deletes in its own store of worlds that are over."""
+"""The keys of past worlds that a member deletes from its own store."""
 
 from __future__ import annotations
 

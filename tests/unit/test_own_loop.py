@@ -1,4 +1,4 @@
-"""What a loop of one's own is refused for, in one line, before any world or in a step."""
+"""Refusals of a loop of one's own, in one line, before any world or in a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank is told to be at in a step of a loop of one's own: it decides for how long the others wait for it."""
+"""The activity of a rank in a step of a loop of one's own: it decides how long the others wait for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a member may take, by its own account."""
+"""How long a member may take, by its own heartbeats."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Process groups of real processes on gloo, their sockets, and what is left of them."""
+"""Process groups of real processes on gloo, their sockets, and their remains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What members tell each other has a number, by which builds of one version that differ in it refuse each other."""
+"""The number of the protocol: builds of one version with different numbers refuse each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts that die again and again: what counts as a death, how long they wait, and when nobody does."""
+"""Quarantine: which deaths count, and how long a host waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where deaths are written down, what is told of them, and that rank 0 leaves a node in the queue for them."""
+"""The record and the report of deaths, and the hosts that rank 0 leaves in the queue for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the members of a world come to hold one state, in one process: what others say is made up."""
+"""The members of a world come to hold one state; one process, with faked peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ring's way from stage to stage, with parts that only note what they are asked."""
+"""The ring's stages and their order, with fake parts that record the calls."""
 
 from __future__ import annotations
 

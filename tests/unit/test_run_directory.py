@@ -1,4 +1,4 @@
-"""Who may write into the run directory: real processes, stopped and killed by their pid."""
+"""The owner of a run directory: real processes, stopped and killed by their pid."""
 
 from __future__ import annotations
 

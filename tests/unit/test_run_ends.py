@@ -1,4 +1,4 @@
-"""What a worker lets go of at its end, whatever ended it: who calls run() may live on."""
+"""The resources that a worker frees at its end: the process that calls run() may live on."""
 
 from __future__ import annotations
 

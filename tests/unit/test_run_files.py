@@ -1,4 +1,4 @@
-"""A claim of the run directory keeps nobody waiting, and nothing is written before it is known."""
+"""The claim of a run directory blocks nothing, and no file is written before its result is known."""
 
 from __future__ import annotations
 

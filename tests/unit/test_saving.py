@@ -1,4 +1,4 @@
-"""When a worker saves what: a real one, in a world of its own, with a clock that is turned by hand."""
+"""When a worker saves which state: a real worker in a world of one, with a fake clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signs at the endpoints of a job: who serves them, who reads them, and what else may listen there."""
+"""Signs at the endpoints of a job: which workers serve and read them, and other programs that listen there."""
 
 from __future__ import annotations
 

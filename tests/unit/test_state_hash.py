@@ -1,4 +1,4 @@
-"""The hash of a state: what it must see, what it must not mind, and whose hash is right."""
+"""The hash of a state: which differences it shows, which it ignores, and which rank's hash is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of extras that are not the same on all ranks."""
+"""The warnings about extras that differ between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker is told to stop: who hears it, and when."""
+"""The signals that stop a worker: on which thread they are noticed, and when."""
 
 from __future__ import annotations
 

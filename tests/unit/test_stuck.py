@@ -1,4 +1,4 @@
-"""What a worker says that stands still."""
+"""The warnings of a worker that is stuck."""
 
 from __future__ import annotations
 

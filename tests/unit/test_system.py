@@ -1,4 +1,4 @@
-"""What is asked of the operating system; and others than Linux: what they train, and one clear line for the rest."""
+"""Calls of the operating system; and on systems other than Linux what trains, and one clear line for the rest."""
 
 from __future__ import annotations
 

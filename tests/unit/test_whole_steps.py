@@ -1,4 +1,4 @@
-"""What the passes of a whole step must leave alone, in a world of one and without a process group."""
+"""What the passes of a step must not change, in a world of one and without a process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 says of worlds that end one after the other."""
+"""The reports of rank 0 about worlds that end one after the other."""
 
 from __future__ import annotations
 
