@@ -93,7 +93,7 @@ def test_what_every_agent_and_worker_imports_does_not_import_the_client() -> Non
 def test_a_proxy_for_the_web_is_not_asked_for_etcd(
     variable: str, trio: OwnEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Most clusters have one, and it lets nobody through to a port of their own."""
+    """Most clusters have one, and it refuses connections to other ports."""
     for name in ("no_grpc_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "http://127.0.0.1:1")
@@ -165,7 +165,7 @@ def test_a_wait_can_be_given_up() -> None:
 
 
 def frozen_while_it_waits(code: str, argument: str, seconds: float) -> list[str]:
-    """What a process says that is frozen for so long when it has said a line, and is told on then."""
+    """Freeze a process for so long after its first line, let it go on, and return its output."""
     command = [sys.executable, "-c", code, argument]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -417,7 +417,7 @@ def test_what_is_too_large_for_a_request_is_told_with_a_remedy(etcd: Etcd, mebib
 
 
 def test_a_full_database_has_the_grace_to_be_mended(tmp_path: Path) -> None:
-    """Training needs no write. A start, whose first call only reads, does, and is told at once."""
+    """Training needs no write. A start needs one, though its first call only reads, and fails at once."""
     with etcd_running(tmp_path, flags=("--quota-backend-bytes", str(2 * 2**20))) as cluster:
         running = connect(cluster.settings(), deadline=1.0)
         assert running.get("filling") is None

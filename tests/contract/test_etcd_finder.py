@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture
 def said() -> list[str]:
-    """What the finders have told a person."""
+    """The lines of the finders for the user."""
     return []
 
 
@@ -99,7 +99,7 @@ def test_a_newcomer_finds_the_members_that_its_run_directory_names_too(make: Mak
 
 
 def test_a_dead_job_is_taken_over_by_one(make: Make, said: list[str]) -> None:
-    """Nobody listens at any store of its, and nobody writes its sign anew, though the lease of who wrote it lasts."""
+    """None of its stores answers, and no worker renews its sign, though the lease of the sign's writer lasts."""
     dead, finders = make(("127.0.0.1", free_port())), [make(("h", number)) for number in range(3)]
     assert dead.is_beginner()
     dead.show([dead._address], "token")
@@ -174,7 +174,7 @@ def test_who_is_headless_writes_a_sign_anew_that_stands_still_and_no_other(make:
 
 
 def test_an_entry_that_has_run_out_is_opened_anew(make: Make, listener: Address, said: list[str]) -> None:
-    """All who were in it were away for long; nothing can be claimed there any more, which who trains is told."""
+    """All its workers were away for long. Nothing can be claimed there any more; workers that train get a warning."""
     finder = make(listener)
     finder.keep(has_world=True)
     arbiter, before = finder.arbiter(), finder._own.job
@@ -320,7 +320,7 @@ def silent(patch: pytest.MonkeyPatch, error: Exception) -> None:
 
 @pytest.mark.parametrize("error", [Transient("away"), REFUSED], ids=["away", "refuses"])
 def test_who_knows_members_asks_them_while_etcd_is_away(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the grace, which begins with the first look that has led to nobody; it begins no job and claims nothing."""
+    """For the grace, which begins with the first look that found no host. It begins no job and claims nothing."""
     silent(monkeypatch, error)
     connections, now, said = Connections(EtcdSettings(("127.0.0.1:1",), grace=20.0)), [1000.0], list[str]()
     monkeypatch.setattr(connections, "clock", lambda: now[0])

@@ -24,7 +24,7 @@ WAITS = Waits(formation_timeout=60.0, peer_timeout=PEER_TIMEOUT, wait_timeout=60
 
 
 class Pings:
-    """As links.Links: who is dead, or silent to all, is said by the test; all others have just been heard."""
+    """As links.Links: the test sets which members are dead or silent; all others have just answered."""
 
     def __init__(self, dead: set[str], silent: set[str]) -> None:
         self._dead, self._silent = dead, silent

@@ -114,7 +114,7 @@ def test_a_job_begins_with_one_list(form: Form) -> None:
 
 
 def test_two_that_contradict_each_other_do_not_begin_together_whatever_the_first_one_says(form: Form) -> None:
-    """It says nothing of its items, for its loader processes read them; two others have read theirs."""
+    """It has no digest of its items, because its loader processes read them; two others have one."""
     says = {0: {}, 1: {ITEMS: "cats"}, 2: {ITEMS: "dogs"}}
     jobs = {number: form.job(number) for number in says}
     worlds: list[World] = []
@@ -229,7 +229,7 @@ def test_the_others_go_on_without_the_dead(form: Form, dead: set[int]) -> None:
 
 
 def test_whoever_was_suspended_waits_for_those_who_could_not_reach_it(form: Form) -> None:
-    """They have said so meanwhile, and one of a pair that is cut off is left out; soon they say otherwise."""
+    """They have reported that meanwhile, and one of a pair that is cut off is left out; soon their reports change."""
     jobs, worlds = begin(form)
     form.kill(worlds[0].me.pid)
     dead = {0: Liveness.DEAD}

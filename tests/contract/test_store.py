@@ -313,7 +313,7 @@ def test_a_frozen_server_is_unreachable_within_the_timeout(server: Server) -> No
 
 
 class ReadAtOnce(TCPStore):
-    """Whoever reads a key deletes it, before its writer has been told that it is there."""
+    """A reader deletes the key before its writer has the reply."""
 
     def set(self, key: str, value: str) -> None:
         super().set(key, value)

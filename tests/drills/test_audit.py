@@ -59,7 +59,7 @@ def test_the_command_ends_in_a_verdict(run_dir: Path, capsys: pytest.CaptureFixt
 
 
 def as_of_an_older_version(run_dir: Path) -> None:
-    """Its incidents did not say where the run stood, nor who had left or joined; and its events told none."""
+    """Its incidents had neither the run's position nor the members that left or joined; its events had no incidents."""
 
     def older(result: Line) -> Line:
         kept = ("cause", "time", "lost_members", "committed_steps_lost", "seconds")

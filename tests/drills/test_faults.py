@@ -26,7 +26,7 @@ def test_every_fault_is_in_a_drill_of_these_tests() -> None:
 
 @pytest.mark.parametrize("name", [name for name, kind in FAULTS.items() if kind.holder is not None])
 def test_what_is_for_one_node_waits_for_it_and_is_for_no_other(name: str, tmp_path: Path) -> None:
-    """A holder that nobody knows how to find would end the drill in its midst."""
+    """A fault whose target cannot be found would end the drill early."""
     first, second = Place(0), Place(1)
     ranks = {first: 1, second: 2}
     inside = [first, second, Place(2), Place(3)]

@@ -87,7 +87,7 @@ def test_a_worker_that_outlives_its_agent_is_seen_and_ended(node: Node) -> None:
 
 
 def test_an_orphan_of_a_worker_is_seen_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agent and worker are killed, and what the worker had started runs on; nobody knows whose child it was."""
+    """Agent and worker are killed, and a child of the worker runs on; its parent is not known any more."""
     monkeypatch.setattr("elastic_train.tools.drills.cluster.ENDING_SECONDS", 0.1)
     record = Record(tmp_path)
     cluster = Cluster(tmp_path, record, [], num_nodes=1)

@@ -136,7 +136,7 @@ def test_etcd_members_die_and_come_back(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 def test_the_leader_freezes_and_a_member_loses_its_data(cluster: Cluster) -> None:
-    """Training notices neither: no step is lost, nobody re-forms, and the store still takes a newcomer in."""
+    """Training notices neither: no step is lost, no world re-forms, and the store still admits a newcomer."""
     etcd = etcd_of(cluster)
     nodes = start_world(cluster, 3, "--max-steps", "1000000", "--peer-timeout", "10", nnodes="3:4")
     leader = etcd.leader()

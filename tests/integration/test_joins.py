@@ -330,7 +330,7 @@ def test_who_stepped_in_for_a_dead_one_tells_of_that_death(cluster: Cluster) -> 
 @BOTH
 @pytest.mark.slow
 def test_a_second_job_of_the_same_name_is_nodes_of_the_first(cluster: Cluster) -> None:
-    """The same command twice, each for two nodes: no second world, and nobody is restarted."""
+    """The same command twice, each for two nodes: no second world, and no restart."""
     first = start_world(cluster, 2, steps=1000000, nnodes="2:4")
     second = cluster.start(*ENDLESS, "--max-steps", "1000000", nodes=2, nnodes="2:4")
     world_of_size(cluster, 4)

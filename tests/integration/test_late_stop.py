@@ -248,7 +248,7 @@ def test_by_a_notice_no_worker_is_started_again(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 def test_all_nodes_are_told_to_stop(cluster: Cluster) -> None:
-    """Each saves, for nobody can know whether all were told."""
+    """Each saves, because none can know whether all have got the signal."""
     nodes = cluster.start(*FLAGS, nodes=2, program=("impatient.py",), env={"LONG": "step 9"})
     wait_until_long(cluster, 2)
     for node in nodes:

@@ -50,7 +50,7 @@ def notices(run_dir: Path, state: str) -> list[dict[str, Any]]:
 
 
 def start_two(cluster: Cluster, gone: Path, **of_noticed: Any) -> tuple[Node, Node]:
-    """One node that is told by a file, and one that is told nothing. They train until they are stopped."""
+    """Start one node with notices from a file, and one without notices. They train until they are stopped."""
     flags, common = (*ENDLESS, "--max-steps", "1000000"), {"nnodes": "1:2", "conf": cluster.last_call(60)}
     [noticed] = cluster.start(*flags, "--notices", f"file:{gone}", **common, **of_noticed)
     [other] = cluster.start(*flags, **common)

@@ -192,7 +192,7 @@ class Trainer:
                 return
 
     def hand_over(self, world: World) -> None:
-        """Rank 0's state to a file, for whoever is in the next world."""
+        """Write rank 0's state to a file, for the members of the next world."""
         if world.rank == 0:
             history = {"losses": self.losses, "scales": self.scales}
             torch.save({"state": self.state.state_dict(), "history": history}, self.handoff)

@@ -956,7 +956,7 @@ def test_wrong_parts_are_refused_in_one_line(cluster: Cluster, old: str, new: st
     ids=["a step on one rank alone", "a backward pass beside DDP"],
 )
 def test_ranks_that_go_their_own_ways_are_told(cluster: Cluster, mistake: str) -> None:
-    """The code that is trained does it, so it would do it again: training goes on, and nobody takes it for right."""
+    """The trained code causes it, and would cause it again: training goes on, with a warning."""
     nodes = start_script(cluster, 2, mistake)
     cluster.finish(nodes)
     assert not any(NOT_SAVED in node.text() for node in nodes), "it was given as one of the extras"

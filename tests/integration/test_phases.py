@@ -31,7 +31,7 @@ STEPS = 300
 def start_with_fault(
     cluster: Cluster, fault: str, nodes: int = 3, steps: int = STEPS, flags: tuple[str, ...] = ()
 ) -> list[Node]:
-    """A world whose members all have the fault armed; its conditions say whom it strikes."""
+    """Start a world whose members all have the fault; its conditions select the one in which it happens."""
     flags = (*ENDLESS, "--max-steps", str(steps), *flags)
     return cluster.start(*flags, nodes=nodes, env={"ELASTIC_TRAIN_FAULT": fault})
 

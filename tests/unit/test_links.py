@@ -697,7 +697,7 @@ def is_hung_up(caller: Caller) -> bool:
 def test_a_caller_that_has_lost_power_is_hung_up_on(
     open_links: Open, interval: float, peer_timeout: float, seconds: float
 ) -> None:
-    """Its end closes nothing, and nobody sends it anything that its kernel could leave unacknowledged."""
+    """It closes no connection, and no member sends it data that its kernel could leave unacknowledged."""
     links = open_links("a", interval=interval, peer_timeout=peer_timeout)
     before = descriptors()
     caller, living = Caller(links), Caller(links)

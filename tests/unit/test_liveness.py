@@ -606,7 +606,7 @@ def test_a_reduction_may_end_while_a_member_was_not_heard(group: Group) -> None:
 
 
 def test_who_waits_on_in_a_broken_world_is_ended(group: Group) -> None:
-    """And nobody who computes, or has left the world to agree on the next one."""
+    """But not a worker that computes, or has left the world to agree on the next one."""
     group.note_step(0.1)
     for rank, watcher in enumerate(group.watchers):
         watcher.do(Activity.COMPUTE if rank == 0 else Activity.REDUCE)
@@ -898,7 +898,7 @@ def test_the_thread_answers_tends_and_stops() -> None:
 
 
 def test_a_last_word_is_sent_before_the_thread_ends() -> None:
-    """A worker says that it leaves, and ends at once: without that word it would have died, in the others' eyes."""
+    """A worker reports that it leaves, and ends at once. Without the report the others would count it as dead."""
     is_in_turn, is_woken, sent = threading.Event(), threading.Event(), []
     told = ["trains"]
 

@@ -366,7 +366,7 @@ COMPARED = [(None, 2), (1, WORLD_SIZE), (1, 1), (0, WORLD_SIZE)]
 
 
 def compare_states(rank: int, turned: int | None, num_voters: int) -> tuple[tuple[int, ...], bool] | None:
-    """Who is told to be wrong, and whether by a majority."""
+    """Compare the states; return the wrong ranks, and whether a majority decides."""
     torch.manual_seed(4)
     model = make_model()
     if rank == turned:

@@ -265,7 +265,7 @@ def test_patience_begins_anew_when_somebody_has_answered(make: Make, clock: Cloc
 
 @contextmanager
 def listening(port: int, answer: bytes | None) -> Iterator[None]:
-    """Something that says `answer` to whatever it is told, and hangs up; or, where that is None, accepts and is
+    """A listener that sends `answer` to any request and closes; with None it accepts and is
     silent."""
     listener = socket.create_server(("127.0.0.1", port))
     listener.settimeout(0.05)

@@ -238,7 +238,7 @@ def test_a_worker_whose_agent_died_while_it_imported_does_not_train(wrapper: lis
 
 
 def test_a_proc_of_another_pid_namespace_proves_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under `unshare --pid` without --mount-proc: our pids are other processes' there, or nobody's."""
+    """As under `unshare --pid` without --mount-proc: our pids are other processes' there, or do not exist."""
     name = name_of_process(os.getpid())
     monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
     assert not has_ended(name_of_process(os.getpid()))
