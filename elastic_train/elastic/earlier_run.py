@@ -148,7 +148,7 @@ class EarlierRun:
         while (done := membership.published(f"{key}/done")) is None:
             self._worker.stop.check()
             if time.monotonic() > deadline:
-                raise FormationFailed(f"--fresh: nobody moved the run in {directory.path} aside within 60 s")
+                raise FormationFailed(f"--fresh: the run in {directory.path} was not moved aside within 60 s")
             time.sleep(0.01)
         found: RunRecord = value_of(RunRecord, json.loads(done))
         return found

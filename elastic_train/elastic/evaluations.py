@@ -109,7 +109,7 @@ def odd_numbers(metrics: Mapping[str, float], step: int) -> dict[str, str]:
     accuracy = metrics.get("accuracy", 0.0)
     if "accuracy" not in odd and not 0 <= accuracy <= 1:
         odd["accuracy"] = (
-            f'the test accuracy is {accuracy:.6g}, and must be from 0 to 1: "correct", of which it is made where the '
-            "task gives that, is the number of the batch's samples that are right"
+            f'the test accuracy is {accuracy:.6g}, and must be from 0 to 1: if the task gives "correct", that must '
+            "be the number of correct samples of the batch"
         )
     return odd

@@ -153,7 +153,7 @@ class Exits:
         try:
             self._membership.leave(world, "stopped")
         except StoreUnreachable as error:  # the other members will lose it as a peer
-            worker.reporter.warn(f"{error}; the others are not told that this worker leaves")
+            worker.reporter.warn(f"{error}; this worker leaves without a notice to the others")
         with suppress(OwnershipLost):  # the other members may be a generation further
             self._saver.wait()
         self._write_why()

@@ -42,7 +42,8 @@ def load(state: TrainState, loaded: Mapping[str, Any], source: str, *, is_peers:
         state.kept.updates.is_as_sent = not is_peers or is_as_given(state, given)
     except ExtraNotLoaded as error:
         raise SnapshotError(
-            f"{source} cannot be taken over: {error}; mend what it loads, or leave it out of extras, which is a warning"
+            f"{source} cannot be taken over: {error}; correct its load_state_dict(), or leave it out of extras: then a "
+            "warning follows"
         ) from error
     except Exception as error:  # of user code too: a rank that reads a snapshot for others must report its failure
         if isinstance(error, torch.OutOfMemoryError) or not isinstance(

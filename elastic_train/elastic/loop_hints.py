@@ -109,7 +109,7 @@ class LoopHints:
         self._has_looked_for_ddp = True
         self._worker.reporter.report(
             "the function trains no module that training.parallel() has made: unless it calls that once a second "
-            "worker has joined, nobody averages their gradients, and that ends the job with an error"
+            "worker has joined, their gradients are not averaged, and that ends the job with an error"
         )
 
 

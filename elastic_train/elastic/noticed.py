@@ -149,7 +149,7 @@ class Noticed:
         try:
             self._relay.write(notice)
         except OSError as error:  # torchrun ends the other workers once this one has left
-            self.warn(f"the other workers of this node are not told of the notice: {error}")
+            self.warn(f"the other workers of this node do not get the notice: {error}")
 
     def close(self) -> None:
         """End with the worker, on any thread. Blocks for REMOVE_SECONDS at most."""
@@ -185,7 +185,7 @@ def end_agent(worker: Worker) -> None:
         return
     except PermissionError:  # of another user, as behind sudo; a log line, as the events may be closed
         worker.reporter.log(
-            f"warning: the agent, pid {agent_pid}, may not be told to end by this worker: with --max-restarts it "
+            f"warning: this worker may not signal the agent, pid {agent_pid}, to end: with --max-restarts it "
             "starts new ones on this node"
         )
 

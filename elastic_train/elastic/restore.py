@@ -275,8 +275,8 @@ def require_line(offers: Sequence[SnapshotInfo], theirs: Position) -> None:
         if offer.run_uid == theirs.run and not is_on(offer.branches, offer.step, theirs.branches):
             raise Refused(
                 f"host {offer.host} has a snapshot of step {offer.step} on {describe(offer.branches)}, and the others "
-                f"are at {theirs.name}: this worker is refused; move {offer.path} and the like out of sight, or give "
-                "another --run-dir"
+                f"are at {theirs.name}: this worker is refused; move {offer.path}, and others of its branch, away, or "
+                "give another --run-dir"
             )
 
 

@@ -57,7 +57,7 @@ class StateChecks:
             if not worker.state.kept.updates.is_as_sent:
                 worker.reporter.warn(
                     f"the states of this job are not compared any more: {optimizer} changes its state when it is "
-                    "loaded, so each step of this worker differs from the others' by rounding; mend its "
+                    "loaded, so each step of this worker differs from the others' by rounding; correct its "
                     "load_state_dict()"
                 )
 

@@ -123,7 +123,7 @@ class Metrics:
             self._has_warned = True
             self._warn(
                 f"--metrics-port {self._port} is taken, and no other node that trains in this run is on this host: "
-                "unless one that waits has it, free the port, or give another one"
+                "free the port or give another one, unless a node of this run that waits has it"
             )
 
     def step(self, state: TrainState, loss: float | None, samples: int) -> None:

@@ -95,7 +95,7 @@ def _of(value: int | None, total: int | None) -> str | None:
 
 def _describe_snapshot(snapshot: NewestSnapshot | None, bucket: str | None, now: float) -> str:
     if snapshot is None and bucket is not None:  # new machines have no events of snapshots
-        return f"none that these files tell of; elastic-train snapshot list {bucket} shows what is there"
+        return f"none in these files; elastic-train snapshot list {bucket} shows what is there"
     if snapshot is None:
         return "none"
     size = human_bytes(snapshot.bytes or 0)

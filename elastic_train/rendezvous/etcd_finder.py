@@ -93,7 +93,7 @@ class EtcdSilence:
             since = self._since = self._clock()
         if has_world and not self._has_warned and self._clock() - since > WARN_SECONDS:
             self._has_warned = True
-            self._warn(f"{error}; training goes on without it, but nobody finds the job there")
+            self._warn(f"{error}; training goes on without it, but new nodes cannot find the job there")
 
     def note_look(self) -> None:
         """Note that a worker without a world looks for a job. Unless `note_no_host` follows, the look found a host."""

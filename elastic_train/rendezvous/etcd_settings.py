@@ -147,7 +147,7 @@ def require_known(conf: Mapping[str, object]) -> None:
     """Raises: UsageError: `--rdzv-conf` has an unknown key, or a password, which must not be on a command line."""
     if "password" in conf:
         raise UsageError(
-            "etcd: everybody on this machine can read a password on a command line: give password_file=PATH, or "
+            "etcd: every user of this machine can read a password on a command line: give password_file=PATH, or "
             f"{PASSWORD_VARIABLE} in the environment"
         )
     unknown = sorted(conf.keys() - {*CONF_KEYS, *OTHER_KEYS})

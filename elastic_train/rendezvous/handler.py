@@ -62,7 +62,7 @@ def create_c10d_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     idle = keys_without_meaning(parameters.config)
     if idle:
         has = "has" if len(idle) == 1 else "have"
-        write_line(f"{', '.join(idle)} in --rdzv-conf {has} no meaning here: the agents wait for nobody")
+        write_line(f"{', '.join(idle)} in --rdzv-conf {has} no meaning here: agents do not wait for each other")
     return _workers_handler(parameters, f"at {','.join(settings.endpoints)}", C10D_VARIABLE, settings)
 
 
@@ -107,7 +107,7 @@ def create_fixed_handler(
     if parameters.backend == "static" and low < high:
         write_line(
             f"--nnodes {low}:{high} under static rendezvous, torchrun's default: it waits for all {high} nodes, and "
-            "nobody joins later; to train with those that are there, add --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT"
+            "none can join later; to train with those that are there, add --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT"
         )
     try:
         return of_torch(parameters)

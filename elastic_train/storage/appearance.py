@@ -40,7 +40,7 @@ class Flight:
         """Call right before the snapshot becomes visible. Raises: SnapshotError: it was given up; errors of `check`."""
         with self._lock:
             if self._is_given_up:
-                raise SnapshotError("it was given up on its way")
+                raise SnapshotError("it was given up before it was complete")
             self._may_be_there = True
         if self._check is not None:
             self._check()

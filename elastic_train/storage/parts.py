@@ -65,7 +65,7 @@ class PartSender:
 
     def has_failed(self) -> bool:
         if self._error is None and self._is_given_up():
-            self._error = SnapshotError("it was given up on its way")
+            self._error = SnapshotError("it was given up before it was complete")
         return self._error is not None
 
     @property

@@ -71,7 +71,7 @@ def run_to_continue(records: Sequence[RunRecord], offers: Sequence[Offer]) -> Ru
         one, other = (newest[uid] for uid in candidates[:2])
         raise RunsMixed(
             f"there are snapshots of two runs: host {one.host} has {one.path} of step {one.step}, and host "
-            f"{other.host} {other.path} of step {other.step}: move those of one of the two out of sight and "
+            f"{other.host} {other.path} of step {other.step}: move the snapshots of one run to another folder and "
             "start again, give another --run-dir, or --fresh to begin anew"
         )
     return RunRecord(candidates[0] if candidates else "", tuple(sorted(superseded)))
@@ -126,8 +126,8 @@ def require_one_line(offers: Sequence[Offer]) -> None:
         if newest is not None and one.run == newest.run and not is_on(one.branches, one.step, newest.branches):
             raise BranchesMixed(
                 f"host {newest.host} has a snapshot of step {newest.step} on {describe(newest.branches)}, and host "
-                f"{one.host} one of step {one.step} on {describe(one.branches)} of the same run: move those of one of "
-                f"the two out of sight, e.g. {one.path}, and start again"
+                f"{one.host} one of step {one.step} on {describe(one.branches)} of the same run: move the snapshots "
+                f"of one branch to another folder, e.g. {one.path}, and start again"
             )
 
 

@@ -73,9 +73,9 @@ def refused_as_what_it_is(device: torch.device) -> Iterator[None]:
         if type(error).__name__ == _OVER_LIMIT:
             raise UsageError(
                 f"--reduction ordered: torch.compile has made {torch.compiler.config.recompile_limit} graphs of one "
-                "function, and would run it uncompiled for what is of yet another shape, so the bits would depend on "
-                "which ones a process has met: pad to fewer lengths, or raise torch.compiler.config.recompile_limit "
-                "and accumulated_recompile_limit as your module is imported"
+                "function, and would run further shapes uncompiled, so the bits would depend on the shapes that a "
+                "process has seen: pad to fewer lengths, or raise torch.compiler.config.recompile_limit and "
+                "accumulated_recompile_limit when your module is imported"
             ) from error
         operator = _name_nondeterministic_operator(str(error)) if isinstance(error, RuntimeError) else None
         if operator is None:

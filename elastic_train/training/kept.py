@@ -211,8 +211,8 @@ class KeptUpdates:
             if found != number:
                 raise UsageError(
                     f"{type(optimizer).__name__} has {count(found, 'parameter group')}, and began with {number}, as do "
-                    "newcomers and restarts, which cannot take its state over then: make all groups before run(), with "
-                    "a learning rate of 0, or frozen, until they are needed"
+                    "newcomers and restarts, which could not load its state: make all groups before run(). Until they "
+                    "are needed, freeze them or give them a learning rate of 0"
                 )
 
     def note_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]) -> Arguments | None:

@@ -45,8 +45,8 @@ def require_in_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
     shapes = [str(tuple(one.shape)) for one in parameters_beside([model], [optimizer])]
     if shapes:
         raise UsageError(
-            f"the optimizer trains {named(shapes)} that the model does not have: put it into the module that "
-            "build_model returns, or no other worker has it, and no snapshot"
+            f"the optimizer trains {named(shapes)} that the model does not have: put them into the module "
+            "that build_model returns, or other workers and snapshots do not get them"
         )
 
 

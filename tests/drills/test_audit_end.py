@@ -1,4 +1,4 @@
-"""Audits of what a run came to and of what it left."""
+"""Audits of a run's end and of what it left."""
 
 from __future__ import annotations
 
@@ -361,7 +361,7 @@ def test_a_temporary_file_in_a_folder_of_snapshots_elsewhere(run_dir: Path, tmp_
     (tmp_path / "elsewhere" / ".tmp-step-000000000008-gen-0001-a-11").mkdir()
     assert "is a temporary file" in only_failure(run_dir, "leftovers")
     shutil.rmtree(tmp_path / "elsewhere")
-    assert "nobody has written a snapshot of step 7" in only_failure(run_dir, "snapshots")
+    assert "no worker has written a snapshot of step 7" in only_failure(run_dir, "snapshots")
 
     def save(lines: list[Line]) -> list[Line]:
         last = [line for line in lines if line["event"] == "step"][-1]

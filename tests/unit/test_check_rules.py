@@ -1,4 +1,4 @@
-"""The rules of `elastic-train check`: what each says of a bad value, and that it says nothing of good ones."""
+"""The rules of `elastic-train check`: a finding for every bad value, and none for good ones."""
 
 from __future__ import annotations
 
@@ -381,7 +381,7 @@ def test_moments_that_could_not_be_measured_are_named_with_the_reason() -> None:
     fine, skipped = node_rules.there_is_room(with_worker(job(), 0, moments_error="RuntimeError: sparse ones only"))
     assert (fine.level, skipped.level) == (Level.FINE, Level.SKIPPED)
     assert skipped.what == (
-        "the optimizer's moments, which make snapshots larger and slower than is told here: its step with gradients of "
+        "the optimizer's moments, which make snapshots larger and slower than shown here: its step with gradients of "
         "zeros failed (RuntimeError: sparse ones only)"
     )
 

@@ -661,9 +661,9 @@ def test_what_exceeds_the_limit_of_graphs_is_refused(sizes: list[int], how: str)
         with pytest.raises(UsageError) as raised:
             use(model, [6])
     assert str(raised.value) == (
-        "--reduction ordered: torch.compile has made 2 graphs of one function, and would run it uncompiled for what "
-        "is of yet another shape, so the bits would depend on which ones a process has met: pad to fewer lengths, or "
-        "raise torch.compiler.config.recompile_limit and accumulated_recompile_limit as your module is imported"
+        "--reduction ordered: torch.compile has made 2 graphs of one function, and would run further shapes "
+        "uncompiled, so the bits would depend on the shapes that a process has seen: pad to fewer lengths, or raise "
+        "torch.compiler.config.recompile_limit and accumulated_recompile_limit when your module is imported"
     )
     assert sizes == [4, 5]
 

@@ -1,4 +1,4 @@
-"""What a snapshot may lack or have too much of, and how that is told; whose time its clock is."""
+"""Restores: missing and surplus entries of a snapshot with their messages, and the run's clock."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_an_extra_that_does_not_take_its_state_is_named(loads: Any, told: str) -
     extra = Best(1.0)
     state = make_state(extras={"average": extra})
     extra.load_state_dict = loads  # type: ignore[method-assign]
-    what = r"; mend what it loads, or leave it out of extras, which is a warning$"
+    what = r"; correct its load_state_dict\(\), or leave it out of extras: then a warning follows$"
     with pytest.raises(SnapshotError, match=r"^it cannot be taken over: extras\['average'\]: " + told + what) as raised:
         load(state, state.state_dict(), "it")
     assert "\n" not in str(raised.value)

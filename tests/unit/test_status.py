@@ -1,4 +1,4 @@
-"""`elastic-train status`: what the files of a run say, and what is made of silence."""
+"""`elastic-train status`: a run's status from its files, also of a silent run."""
 
 from __future__ import annotations
 
@@ -465,7 +465,7 @@ def test_new_machines_are_told_where_snapshots_below_a_url_are(files: Files) -> 
     config = {"epochs": EPOCHS, "global_batch_size": BATCH, "max_steps": None, "snapshot_dir": "s3://bucket/run"}
     worker.write("start", NOW - 19, config=config)
     worker.enter(0, NOW - 15)
-    told = "none that these files tell of; elastic-train snapshot list s3://bucket/run shows what is there"
+    told = "none in these files; elastic-train snapshot list s3://bucket/run shows what is there"
     assert dict(describe(read(files), NOW))["snapshot"] == told
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a worker that was told to stop, and whose training thread comes to no end."""
+"""The end of a worker that was told to stop and whose training thread hangs."""
 
 from __future__ import annotations
 
@@ -258,8 +258,8 @@ def test_it_ends_though_its_agent_cannot_be_told(error: OSError, logs: int, monk
 
     monkeypatch.setattr(os, "kill", refuse)
     calls = life.run()
-    line = "may not be told to end by this worker: with --max-restarts it starts new ones on this node"
-    log = ("log", f"warning: the agent, pid {os.getppid()}, {line}")
+    line = "to end: with --max-restarts it starts new ones on this node"
+    log = ("log", f"warning: this worker may not signal the agent, pid {os.getppid()}, {line}")
     assert calls[calls.index("release") + 1 :] == [log] * logs + [("end", 143)]
 
 

@@ -414,7 +414,7 @@ def test_what_is_told_is_one_line_each(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == ""
     create_c10d_handler(parameters(max_nodes=1, timeout="3", close_timeout="4"))
     assert capsys.readouterr().err == (
-        "elastic_train: timeout, close_timeout in --rdzv-conf have no meaning here: the agents wait for nobody\n"
+        "elastic_train: timeout, close_timeout in --rdzv-conf have no meaning here: agents do not wait for each other\n"
     )
     with pytest.raises(SystemExit) as ended:
         create_c10d_handler(parameters(store_type="file"))

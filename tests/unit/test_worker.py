@@ -1,4 +1,4 @@
-"""What a worker builds from its flags: the model as they want it, and where its task has put it."""
+"""A worker's parts as its flags build them: the model's form and place."""
 
 from __future__ import annotations
 
@@ -119,9 +119,7 @@ class Margin(Task):
 
 @pytest.mark.parametrize("builds", [False, True])
 def test_an_optimizer_trains_nothing_beside_the_model(builds: bool) -> None:
-    said = (
-        r"^the optimizer trains 2 parameters \(\(3, 2\), \(3,\)\) that the model does not have: put it into the module"
-    )
+    said = r"^the optimizer trains 2 parameters \(\(3, 2\), \(3,\)\) that the model does not have: put them into"
     with pytest.raises(UsageError, match=said):
         make_state(Config(), Margin(builds=builds), CPU)
 

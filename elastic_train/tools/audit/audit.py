@@ -30,7 +30,7 @@ SHOWN_FINDINGS = 5
 CHECKS: tuple[tuple[str, str, Callable[[History], Found]], ...] = (
     ("end", "the job reached its end", check_end),
     ("faults", "every fault was really injected", check_faults),
-    ("losses", "nobody was lost into whose node no fault was injected", check_losses),
+    ("losses", "no worker was lost on a node without an injected fault", check_losses),
     ("ledger", "every sample exactly once per epoch", check_ledger),
     ("steps", "committed steps never decrease", check_steps),
     ("generations", "one membership per generation, in a chain", check_generations),

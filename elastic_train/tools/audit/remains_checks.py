@@ -42,7 +42,7 @@ def check_snapshots(history: History) -> Found:
         if history.drill is not None or history.snapshot_folder.is_relative_to(history.run_dir):
             findings.append(f"finished, but there is no snapshot of step {history.last_step}")
         elif history.last_step not in {int(line["snapshot_step"]) for line in history.of("snapshot")}:
-            findings.append(f"finished, but nobody has written a snapshot of step {history.last_step}")
+            findings.append(f"finished, but no worker has written a snapshot of step {history.last_step}")
     if not infos and not findings:
         raise Skip(f"no snapshot in the run directory{history.in_bucket}")
     on_purpose = f", {len(planted)} damaged on purpose" if planted else ""

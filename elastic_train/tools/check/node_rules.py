@@ -191,7 +191,7 @@ def there_is_room(gathered: Gathered) -> list[Finding]:
     )
     if (error := next((one.moments_error for one in gathered.workers if one.moments_error), None)) is not None:
         findings += skipped(
-            "the optimizer's moments, which make snapshots larger and slower than is told here: its step with "
+            "the optimizer's moments, which make snapshots larger and slower than shown here: its step with "
             f"gradients of zeros failed ({error})"
         )
     return findings

@@ -26,7 +26,7 @@ WHY_EQUAL = {
               "could not)"),
     "elastic_train": (Level.BREAKS, "members with other versions are refused"),
     "elastic_train's protocol": (Level.BREAKS, "members of other builds are refused"),
-    "torchvision": (Level.BREAKS, "nobody is refused, and models, images and what is drawn for them may differ"),
+    "torchvision": (Level.BREAKS, "no worker is refused, and models, images and their augmentation may differ"),
     "cuda": (Level.MATTERS, "kernels and what they round may differ"),
     "nccl": (Level.BREAKS, "members with other versions cannot talk to each other"),
 }  # fmt: skip
@@ -44,7 +44,7 @@ def world_is_the_one_asked_for(gathered: Gathered) -> list[Finding]:
             "what is below is of this worker alone",
             "see that all nodes are started, with one endpoint, one run id and one --nnodes"
             if has_store
-            else "mend the rendezvous first, see below",
+            else "correct the rendezvous first, see below",
         )
     wanted, num_nodes, num_workers = gathered.wanted, len(gathered.nodes), len(gathered.workers)
     here = f"{count(num_workers, 'worker')} on {count(num_nodes, 'node')}"
@@ -61,7 +61,7 @@ def world_is_the_one_asked_for(gathered: Gathered) -> list[Finding]:
     if num_nodes < wanted.max_nodes and wanted.nodes is None:
         return matters(
             f"the world is {here}; --nnodes allows {wanted.max_nodes} nodes",
-            "whoever is not here is not checked",
+            "workers that are not here are not checked",
             "if all were to be here, say so with --nodes, and look at the endpoint and the run id of those missing",
         )
     told = "as asked" if wanted.nodes is not None else "--nodes N has this compared with what you meant"
@@ -109,7 +109,7 @@ def torch_is_known(gathered: Gathered) -> list[Finding]:
     if bare and gathered.wanted.is_c10d:
         findings += matters(
             f"torchrun does not load elastic_train's entry point on {nodes_of(gathered, bare)}",
-            "one node trains there as a world that nobody can join, and several end at once",
+            "one node trains there alone, no other can join it, and several nodes end at once",
             "pip install elastic_train there, in place of a folder on PYTHONPATH",
         )
     return findings or fine(f"torch {text}: tried")
@@ -132,7 +132,7 @@ def store_is_usable(gathered: Gathered) -> list[Finding]:
                 f"rendezvous, from {nodes_of(gathered, ranks)}: {problem.what}",
                 "nodes meet while enough of the others answer: any one under c10d, a majority of etcd"
                 if is_usable
-                else "without it nobody can meet",
+                else "without it no node can start or join",
                 problem.do,
             )
         )

@@ -110,7 +110,7 @@ class Hang(Freeze, Absence):
 
 class Pause(Freeze, Disturbance):
     name = "pause"
-    says = "SIGSTOP for half a second: shorter than --peer-timeout, so that nobody is expelled"
+    says = "SIGSTOP for half a second: shorter than --peer-timeout, so that no worker is expelled"
     undo_after = 0.5
     effects = frozenset({Effect.HOLDS_UP})
 
