@@ -202,10 +202,10 @@ def value_of(kind: Any, value: Any) -> Any:
     return _reading(kind)(value)
 
 
-def value_or_none(kind: type[Told], value: Any) -> Told | None:
+def value_or_none(kind: type[Plain], value: Any) -> Plain | None:
     """Return `value_of`; None if `value` is not of that kind."""
     try:
-        told: Told = value_of(kind, value)
+        told: Plain = value_of(kind, value)
         return told
     except (KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -142,7 +142,7 @@ class Exits:
                 self._saver.wait()
         if world.num_nodes == 1:  # else the other nodes' next world may take long
             self._files.leave_bucket_alone(world)
-        code = self._say_stopped(time.monotonic() - started)
+        code = self._report_stopped(time.monotonic() - started)
         _let_first_save(world, self._worker.stop, self._membership)
         return code
 

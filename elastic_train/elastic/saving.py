@@ -311,7 +311,7 @@ def _warned_once(told: set[str], warn: Callable[[str], None]) -> Iterator[None]:
 
 
 def _warn_of_shapes(state: TrainState, told: set[str], warn: Callable[[str], None]) -> None:
-    """Warn where no start could load the state, once for each such set of buffers. `told` as `_told_once`'s."""
+    """Warn where no start could load the state, once for each such set of buffers. `told` as `_warned_once`'s."""
     found = ", ".join(name for shapes in state.kept.saved_shapes.values() for name in shapes.changed())
     if found and found not in told:
         told.add(found)

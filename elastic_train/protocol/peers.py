@@ -201,7 +201,7 @@ class PeerJob:
     def queue(self) -> list[Waiting]:
         """Return the workers in the join queue, for rank 0."""
         waiting = self.entrance.queue()
-        self.entrance.drop(self._newcomers.tell_again(self.world, waiting))
+        self.entrance.drop(self._newcomers.repeat_message(self.world, waiting))
         return waiting
 
     def is_over(self) -> bool:

@@ -182,7 +182,7 @@ def measure(backend: C10d | Etcd3, run_dir: Path, trace: Trace) -> float:
             killed_at = began + cycle * trace.every
             back_at = killed_at + BACK_AFTER
             sleep_until(killed_at)
-            tell_of_ends(cluster)
+            report_ends(cluster)
             victim = chance.choice(cluster.places)
             cluster.kill([victim])
             quiet.append(Quiet(NUM_NODES - 1, killed_at, back_at))
@@ -190,7 +190,7 @@ def measure(backend: C10d | Etcd3, run_dir: Path, trace: Trace) -> float:
             cluster.start(victim)
             quiet.append(Quiet(NUM_NODES, back_at, killed_at + trace.every))  # full size: the victim has joined
         sleep_until(began + trace.seconds)
-        tell_of_ends(cluster)
+        report_ends(cluster)
     history = read_history(run_dir)
     kept = [step for step in history.kept if began < step.time <= began + trace.seconds]
     step_seconds = undisturbed(history.kept, quiet)
@@ -212,7 +212,7 @@ def undisturbed(kept: Sequence[Step], quiet: Sequence[Quiet]) -> dict[int, float
     return {size: statistics.fmean(found) for size, found in seconds.items()}
 
 
-def tell_of_ends(cluster: Cluster) -> None:
+def report_ends(cluster: Cluster) -> None:
     """Report nodes that ended by themselves: only the benchmark should. They start again after their turn to die."""
     for place in cluster.poll():
         told = f"{cluster.backend.name}: {place.name} has ended by itself: {cluster.last_words()}"

@@ -54,7 +54,7 @@ def undisturbed(
         try:
             while True:
                 with suppress(subprocess.TimeoutExpired):
-                    node.process.wait(TELL_SECONDS)
+                    node.process.wait(LINE_SECONDS)
                     break
                 seconds = time.monotonic() - started
                 if seconds > REFERENCE_SECONDS:
