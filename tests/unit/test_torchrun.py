@@ -374,7 +374,7 @@ def test_an_agent_that_serves_a_store_is_told_where_a_name_of_its_own_leads(
 ) -> None:
     """It would listen at 127.0.1.1 where the own name leads there, as Debian's does, and the others find nobody."""
     told: list[str | None] = []
-    monkeypatch.setattr(etcd_handler, "AgentsHandler", lambda given, *_: told.append(given.local_addr))
+    monkeypatch.setattr(etcd_handler, "AgentsHandler", lambda given, *_, **__: told.append(given.local_addr))
     monkeypatch.setattr(addresses, "look_up", lambda host: ["127.0.1.1"] if host == "me" else look_up(host))
     create_handler(parameters("etcd3", membership="agents", local_addr=given))
     assert told == [found]
