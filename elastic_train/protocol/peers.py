@@ -301,8 +301,8 @@ class PeerJob:
             answering: uids of members that answer pings, whether they take part or not.
             has_state: whether this member has the run's state.
         """
-        voters = self._known.voters_without(dead)
-        return self._decide(Round(self._clients, world, voters, proposal, reachable, dead, answering, ended, has_state))
+        voters, own_state = self._known.voters_without(dead), frozenset({world.me.uid} if has_state else ())
+        return self._decide(Round(self._clients, world, voters, proposal, reachable, dead, answering, ended, own_state))
 
     def release(self, world: World, decision: Decision) -> None:
         """As `Ballots.release`."""

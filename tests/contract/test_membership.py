@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,6 +19,7 @@ import pytest
 
 from elastic_train.branches import BRANCH, Branch
 from elastic_train.elastic.barriers import Barriers, Surroundings, Waits
+from elastic_train.elastic.claims import arbiter_of
 from elastic_train.errors import FormationFailed, JobFailed, Refused
 from elastic_train.protocol import known_worlds
 from elastic_train.protocol.agreement import Agreement, Decision, Denied, LeftBehind, Liveness, Presence, Wait
@@ -388,6 +391,24 @@ def test_one_of_three_without_the_silent_waits_where_nobody_arbitrates() -> None
     jobs, worlds = begin(form)
     found = agreement(form, jobs[2], worlds[2], {0: Liveness.UNKNOWN, 1: Liveness.UNKNOWN}).look()
     assert found == Wait(votes=(worlds[0].me.uid, worlds[1].me.uid))
+
+
+def test_a_claim_hands_the_job_to_no_world_without_the_state(tmp_path: Path) -> None:
+    """Rank 0, which has the state, may propose a world that leaves it out."""
+    form = PeersInMemory()
+    form.arbiter = arbiter_of(tmp_path, None)
+    jobs, worlds, newcomer = joined(form)
+    for voters in jobs[0]._known.voters:
+        jobs[0].place.show(voters.world, is_decided=False)
+        assert jobs[0].place.sees(voters.world)
+        jobs[0].place.note(voters.world, is_shared=True)
+    jobs[0].facts.known["job_token"] = "token"
+    proposals = [Decision(9, "after", ranks).to_json() for ranks in ((newcomer[1].rank,), (0, newcomer[1].rank))]
+    [without, within] = [partial(jobs[0].decide, worlds[0], one, [0], has_state=True) for one in proposals]
+    without()  # from now on its claim would be enough
+    form.clock.now += 2 * PEER_TIMEOUT
+    assert isinstance(without(), Denied)
+    assert within() == proposals[1]
 
 
 def split(
