@@ -113,16 +113,18 @@ class Listing:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._newest: tuple[int, dict[str, Entry]] = -1, {}
-        """its revision, and the entries in the order of their creation"""
+        self._newest: tuple[float, dict[str, Entry]] = 0.0, {}
+        """when it began, and the entries in the order of their creation"""
         self._lock = threading.Lock()
 
     def look(self, store: EtcdStore) -> None:
-        """List the keys. Of two listings at once the newer one counts. Raises: StoreUnreachable."""
-        entries, revision = store.etcd.below(self._prefix)
+        """List the keys. Of two listings at once the one that began later counts: revisions are lower where etcd came
+        back empty. Raises: StoreUnreachable."""
+        began = time.monotonic()
+        entries, _ = store.etcd.below(self._prefix)
         entries.sort(key=lambda entry: entry.create_revision)
         with self._lock:
-            self._newest = max(self._newest, (revision, {entry.key: entry for entry in entries}), key=itemgetter(0))
+            self._newest = max(self._newest, (began, {entry.key: entry for entry in entries}), key=itemgetter(0))
 
     def look_again(self, store: EtcdStore) -> None:
         """Pause and list the keys. The more keys, the longer: etcd is asked 1,000 times a second by all at most."""

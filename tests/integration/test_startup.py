@@ -15,6 +15,7 @@ OF_THE_AGENT |= {f"elastic_train.protocol.{name}" for name in ("addresses", "nam
 OF_THE_AGENT |= {f"elastic_train.rendezvous.{name}" for name in ("command_line", "etcd_settings", "handler", "hook")}
 OF_THE_AGENT |= {f"elastic_train.rendezvous.{name}" for name in ("launch", "slurm")}
 OF_THE_AGENT |= {"elastic_train.version", "elastic_train.wording"}  # names of torchrun's flags
+OF_THE_AGENT |= {"elastic_train.world"}  # the form in which workers get its settings
 OF_THE_AGENT |= {"elastic_train.torchrun"}  # of an older editable install
 OF_THE_FLAGS = {"simple_parsing", "docstring_parser", "yaml"}
 

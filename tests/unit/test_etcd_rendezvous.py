@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.utils import store as store_util
 
 from elastic_train.errors import UsageError
+from elastic_train.rendezvous.etcd_connections import Entry
 from elastic_train.rendezvous.etcd_handler import exit_barrier_keys, next_round, num_waiting
+from elastic_train.rendezvous.etcd_store import Listing
 from elastic_train.rendezvous.handler import choose_mode
 
 RUN_ID = "job"
@@ -24,6 +27,17 @@ def decide(
     return next_round(
         list(current), set(alive), list(waiting), min_nodes=low, max_nodes=high, seconds_enough=seconds, last_call=2.0
     )
+
+
+def test_a_listing_of_an_etcd_that_has_come_back_empty_counts() -> None:
+    """Its revisions begin anew. Else an agent would wait on beside its keys that are gone."""
+    found = [([Entry("/job/waiting/me", b"", 90, 90, 1, 1)], 100), ([], 7)]
+    store: Any = SimpleNamespace(etcd=SimpleNamespace(below=lambda _prefix: found.pop(0)))
+    keys = Listing("/job/")
+    keys.look(store)
+    assert [*keys.below("waiting")] == ["me"]
+    keys.look(store)
+    assert not keys.below("waiting")
 
 
 def test_the_first_round_waits_for_its_last_call_or_for_all() -> None:
