@@ -284,7 +284,11 @@ class SavedShapes:
 
 def _shapes(layer: nn.Module) -> dict[str, torch.Size]:
     saved = layer._buffers.keys() - layer._non_persistent_buffers_set
-    return {name: one.shape for name, one in layer._buffers.items() if name in saved and one is not None}
+    return {
+        name: one.shape
+        for name, one in layer._buffers.items()
+        if name in saved and one is not None and not is_lazy(one)
+    }
 
 
 def made_with_nan(module: nn.Module) -> set[str]:

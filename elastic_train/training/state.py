@@ -350,8 +350,8 @@ def state_sha256(model_state: Mapping[str, Any]) -> str:
     """Return the SHA-256 over the tensors of a model's `state_dict()`.
 
     For each key in sorted order: the key as UTF-8, `str(dtype)`, `str(tuple(shape))`, and the contiguous bytes on
-    the CPU, with nothing in between. A sparse tensor's bytes are those of its `dense_parts`. Entries that are no
-    tensors, such as a layer's extra state, are left out.
+    the CPU, with nothing in between. A sparse or quantized tensor's bytes are those of its `dense_parts`. Entries that
+    are no tensors, such as a layer's extra state, are left out.
     """
     digest = hashlib.sha256()
     for key in sorted(model_state):
@@ -365,8 +365,16 @@ def state_sha256(model_state: Mapping[str, Any]) -> str:
 
 
 def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a tensor's content, detached, as dense tensors: for a sparse one its indices and values."""
-    tensor = tensor.int_repr() if tensor.is_quantized else tensor.detach()  # torch crashes in view() of a quantized one
+    """Yield a tensor's content, detached, as dense tensors: for a sparse one its indices and values, for a quantized
+    one, in whose view() torch crashes, its integers, scales and zero points."""
+    if tensor.is_quantized:
+        yield tensor.int_repr()
+        if "per_channel" in str(tensor.qscheme()):
+            yield from (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
+        else:
+            yield torch.tensor([tensor.q_scale(), tensor.q_zero_point()], dtype=torch.float64, device=tensor.device)
+        return
+    tensor = tensor.detach()
     if tensor.layout is torch.strided:
         yield tensor.resolve_conj().resolve_neg()
         return

@@ -528,11 +528,18 @@ class TestHash:
         assert state_sha256(tensors | {"_extra_state": {"scale": 2}}) == state_sha256(tensors)
 
     @pytest.mark.filterwarnings("ignore:.*quantize")
-    def test_quantized_tensors_by_their_integers(self) -> None:
-        one = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
-        other = torch.quantize_per_tensor(torch.zeros(2), 0.5, 0, torch.qint8)
-        assert state_sha256({"w": one}) == hashlib.sha256(b"wtorch.qint8(2,)\x02\x02").hexdigest()
-        assert hash_of({"w": one}) == hash_of({"w": one.clone()}) != hash_of({"w": other})
+    def test_quantized_tensors_by_their_integers_and_scales(self) -> None:
+        zeros, ones, scale, zero = torch.zeros(2, 1), torch.ones(2, 1), torch.full((2,), 0.5), torch.tensor([0, 0])
+        all_different = [
+            torch.quantize_per_tensor(ones, 0.5, 0, torch.qint8),
+            torch.quantize_per_tensor(ones, 0.5, 1, torch.qint8),
+            torch.quantize_per_tensor(zeros, 0.5, 0, torch.qint8),
+            torch.quantize_per_channel(ones, scale.double(), zero, 0, torch.qint8),
+            torch.quantize_per_channel(2 * ones, 2 * scale.double(), zero, 0, torch.qint8),
+        ]
+        for hashed in (state_sha256, hash_of):
+            assert len({hashed({"w": one}) for one in all_different}) == len(all_different)
+            assert hashed({"w": all_different[0]}) == hashed({"w": all_different[0].clone()})
 
     @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
     def test_sparse_tensors_by_their_entries(self, layout: torch.layout) -> None:
