@@ -191,6 +191,7 @@ def measure(backend: C10d | Etcd3, run_dir: Path, trace: Trace) -> float:
             quiet.append(Quiet(NUM_NODES, back_at, killed_at + trace.every))  # full size: the victim has joined
         sleep_until(began + trace.seconds)
         report_ends(cluster)
+        cluster.kill(cluster.places)  # one after the other they would make further worlds
     history = read_history(run_dir)
     kept = [step for step in history.kept if began < step.time <= began + trace.seconds]
     step_seconds = undisturbed(history.kept, quiet)
