@@ -151,7 +151,7 @@ def joined(form: Form) -> tuple[list[PeerJob], list[World], tuple[PeerJob, World
     for job, world in zip(jobs, worlds, strict=True):
         job.settle(world)
     newcomer = form.job(7)
-    assert newcomer.entrance.find()
+    assert eventually(form, newcomer.entrance.find)
     ready: list[Member] = []
 
     def look() -> bool:
@@ -189,7 +189,7 @@ def test_who_has_waited_for_a_job_that_cannot_be_reached_begins_another_one() ->
     form.finds = [("host", 0)]
     newcomer = form.job(7)
     newcomer.entrance._size = Size(1, 8, 0.0, silence=0.0)
-    assert newcomer.entrance.find()
+    assert eventually(form, newcomer.entrance.find)
     assert newcomer.facts.create("job_token", "mine") == token
     for number in range(MIN_NODES):
         form.kill(number)
@@ -212,7 +212,7 @@ def test_a_newcomer_says_all_that_it_has_read_of_the_job_not_only_what_came_with
     jobs, _worlds = begin(form)
     jobs[0].facts.create("run_uid", "r")
     newcomer = form.job(7)
-    assert newcomer.entrance.find()
+    assert eventually(form, newcomer.entrance.find)
     assert newcomer.facts.find("run_uid") == "r"
     newcomer.enter(World(0, 1, (form.member(7),)), {"token": "t"}, None)
     assert newcomer.facts.known == {"run_uid": "r", "token": "t"}
@@ -296,7 +296,7 @@ def test_who_comes_back_does_not_wait_in_its_own_queue() -> None:
     assert finder.shown == (), "its sign would lead newcomers to it"
     form.finds = [member.store for member in worlds[0].members if member.store is not None]
     back = form.job(9)
-    assert back.entrance.find()
+    assert eventually(form, back.entrance.find)
     back.look_from_queue(Waiting(form.member(9), 1))
     assert [job.queue() for job in (jobs[0], jobs[2])] == [[], []]
     assert [waiting.member.uid for waiting in jobs[1].queue()] == ["uid9"]
@@ -520,7 +520,7 @@ class Groups:
 def plan_with(form: Form, jobs: list[PeerJob], worlds: list[World], number: int) -> tuple[PeerJob, Plan]:
     """A newcomer that rank 0 has seen in the queue, and the plan with it, written down beside rank 0."""
     newcomer = form.job(number)
-    assert newcomer.entrance.find()
+    assert eventually(form, newcomer.entrance.find)
     newcomer.look_from_queue(Waiting(form.member(number), 1))
     ready: list[Member] = []
 
