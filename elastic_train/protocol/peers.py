@@ -35,7 +35,7 @@ from elastic_train.world import Address, Member, World
 class Facts:
     """The facts of the whole job, each fixed once: the first proposal under a name counts.
 
-    For the training thread; other threads read `known`.
+    For the training thread; other threads read `known` and `world`.
     """
 
     def __init__(self, clients: Clients, entrance: Entrance) -> None:
