@@ -17,7 +17,7 @@ from elastic_train.elastic.process_group import set_group_timeout
 from elastic_train.elastic.result import save_result, write_result
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
-from elastic_train.elastic.saving_together import save_together
+from elastic_train.elastic.saving_together import save_in_place_of_others, save_together
 from elastic_train.elastic.trainer import Trainer
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import (
@@ -68,6 +68,7 @@ class Exits:
         _take_buffers_of_rank_0(worker, world, self._membership)
         if not is_saved and self._saver.is_last_writer(world):
             self._saver.save_and_wait(state)
+        save_in_place_of_others(worker, self._saver, world)
         worker.reach("finish", world)
         data = write_result(worker, world, self._files, has_trained=outcome == "finished")
         self._files.leave_bucket(world)
@@ -124,6 +125,7 @@ class Exits:
         started = time.monotonic()
         save_together(self._worker, self._saver, world, lambda: watcher.headless is not None)
         self._saver.wait()
+        save_in_place_of_others(self._worker, self._saver, world)
         save_seconds = time.monotonic() - started
         self._files.leave_bucket(world)
         barrier()  # else an agent may end a node whose directory leader is still writing

@@ -55,8 +55,8 @@ class Saver:
         """of the newest best state that was saved or given up"""
         self.seen_whole: tuple[int, int] | None = None
         """(generation, step) of the newest snapshot by another worker that this one has seen"""
-        self._failed_step = -1
-        """of the newest state that could not be saved while the caller waited"""
+        self.failed_step = -1
+        """of the newest state that could not be saved while the caller waited, by this worker or for it; else -1"""
         self.newest: SnapshotResult | None = None
         """the newest durable snapshot"""
         self._has_warned_slow, self._step_on_the_way = False, -2
@@ -186,21 +186,21 @@ class Saver:
 
     def save_beside(self, state: TrainState, fleet: Fleet | None = None) -> bool:
         """Do the same on another thread, while the training thread goes on. Reports nothing else."""
-        self._failed_step = state.step
+        self.failed_step = state.step
         try:
             self._report(_save_last(self.writer(), self._reporter.warn, state, _position(state, self._world), fleet))
         except SnapshotError as error:
             self._reporter.warn(str(error))
             return False
         except NewerGeneration:  # the other members have the state, and save it
-            self._failed_step = -1
+            self.failed_step = -1
             raise
-        self._failed_step = -1
+        self.failed_step = -1
         return True
 
     def unsaved(self, state: TrainState) -> str:
         """Return the addition to a last line where this state could not be saved."""
-        return "; THIS STATE IS NOT SAVED, a warning above says why" if self._failed_step == state.step else ""
+        return "; THIS STATE IS NOT SAVED, a warning above says why" if self.failed_step == state.step else ""
 
     def report(self) -> None:
         """Report what the background thread has written since the last call.

@@ -1,13 +1,16 @@
-"""The last state of a world whose nodes all stop at one step: saved once, by all nodes where that is faster."""
+"""The last state of a world whose nodes all end at one step: saved once, by all nodes where that is faster, and by
+another node where the first one cannot."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import and_
 
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.worker import Worker
 from elastic_train.runlog.goodput import Phase
 from elastic_train.storage.shares import Fleet, senders
+from elastic_train.training.collectives import gather_json
 from elastic_train.world import World
 
 
@@ -25,6 +28,22 @@ def save_together(worker: Worker, saver: Saver, world: World, is_first_lost: Cal
         saver.save_and_wait(state, fleet)
     elif fleet is not None and world.is_first_of_node:
         _save_share(worker, saver, world, fleet)
+
+
+def save_in_place_of_others(worker: Worker, saver: Saver, world: World) -> None:
+    """Save the last state on this node, if the worker that saves for it has failed: its host alone may have lost the
+    shared disk, or the network to the bucket. Every worker calls this after its own save. Blocks until all have saved.
+    Raises: as `gather_json`."""
+    state, workers = worker.state, world.workers
+    failed = gather_json(bool(saver.unsaved(state)))
+    if not any(failed):
+        return
+    share_place = [worker.bucket is not None or other.directory_id == world.me.directory_id for other in workers]
+    first = share_place.index(True)
+    is_asked = failed[first] and world.is_first_of_node and workers[first].node != world.me.node
+    saved = gather_json(is_asked and saver.save_and_wait(state))
+    if any(map(and_, share_place, saved)):
+        saver.failed_step = -1
 
 
 def _fleet_of(worker: Worker, world: World, is_first_lost: Callable[[], bool]) -> Fleet | None:

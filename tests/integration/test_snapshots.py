@@ -341,6 +341,24 @@ def test_a_learning_rate_of_the_script_that_the_run_does_not_take_is_told(cluste
     assert "not this start's 0.5" in cluster.nodes[-1].text()
 
 
+@pytest.mark.slow
+def test_of_two_hosts_with_one_run_directory_the_second_saves_what_the_first_cannot(cluster: Cluster) -> None:
+    """Rank 0 saves for both, but here it may write no large file from step 10 on, as if its host had lost the disk."""
+    nodes = cluster.start("--model", "mlp", "--max-steps", "60", "--snapshot-every", "0", nodes=2, nnodes="2:2")
+    wait_for_step(cluster.run_dir, 10)
+    [first] = [event["pid"] for event in events(cluster.run_dir, "world") if event["rank"] == 0]
+    psutil.Process(first).rlimit(psutil.RLIMIT_FSIZE, (102400, 102400))
+    cluster.finish(nodes)
+    [warning] = events(cluster.run_dir, "warning")
+    assert warning["pid"] == first
+    assert "File too large" in warning["message"]
+    assert [(event["outcome"], "unsaved" in event) for event in events(cluster.run_dir, "done")] == [
+        ("finished", False)
+    ] * 2
+    info, _state = newest_snapshot(cluster.run_dir)
+    assert info.step == result(cluster.run_dir)["step"] == 60
+
+
 def test_a_stop_whose_state_cannot_be_saved_is_no_orderly_one(cluster: Cluster) -> None:
     command = ["-m", "elastic_train", "--device=cpu", "--run-dir", str(cluster.run_dir)]
     node = cluster.launch([*FILES_OF_100_KIB, *command], {})

@@ -23,13 +23,13 @@ import pytest
 import torch
 
 from elastic_train.config import Config
-from elastic_train.elastic import evaluations
+from elastic_train.elastic import evaluations, saving_together
 from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.loading import load
 from elastic_train.elastic.result import config_of
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
-from elastic_train.elastic.saving_together import save_together
+from elastic_train.elastic.saving_together import save_in_place_of_others, save_together
 from elastic_train.elastic.worker import Worker, build, make_state
 from elastic_train.errors import SnapshotError
 from elastic_train.rendezvous.launch import Launch
@@ -519,20 +519,64 @@ def test_rank_0_says_for_all(start: Start) -> None:
     assert told == [Activity.REDUCE, Activity.COMPUTE], "the watcher knows that it waits for others"
 
 
+def failing(*_arguments: object, **_options: object) -> None:
+    raise SnapshotError("No space left on device")
+
+
 def test_a_last_line_says_where_the_state_is_not_saved(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     training = start(snapshot_every=0)
     saver, state = training.saver, training.state
-
-    def fails(*_arguments: object, **_options: object) -> None:
-        raise SnapshotError("No space left on device")
-
     training.steps(1)
     with monkeypatch.context() as full:
-        full.setattr(SnapshotWriter, "save", fails)
+        full.setattr(SnapshotWriter, "save", failing)
         assert not saver.save_and_wait(state)
         assert "THIS STATE IS NOT SAVED" in saver.unsaved(state)
     assert saver.save_and_wait(state)
     assert saver.unsaved(state) == "", "there was room at the next try"
+
+
+@pytest.mark.parametrize(
+    ("failed", "place", "is_asked"),
+    [(0, "shared", True), (0, "own", False), (0, "bucket", True), (1, "shared", False), (None, "shared", False)],
+)
+def test_what_the_first_host_cannot_save_another_one_does(
+    start: Start, monkeypatch: pytest.MonkeyPatch, failed: int | None, place: str, is_asked: bool
+) -> None:
+    """This worker is the first of the second host."""
+    training = start(snapshot_every=0, **({"snapshot_dir": "memory://in-place"} if place == "bucket" else {}))
+    saver, worker, [me] = training.saver, training.worker, training.world.members
+    if worker.bucket is not None:
+        worker.bucket.owner.take("job", 0, lambda: None)
+    first = replace(me, host="other", agent_pid=1, directory_id="other" if place == "own" else me.directory_id)
+    world = World(rank=1, generation=0, members=(first, me, replace(me, local_rank=1)))
+    saver.enter(world)
+    told: list[bool] = []
+
+    def gather(mine: bool) -> list[bool]:
+        told.append(mine)
+        return [failed == 0, failed == 1, False] if len(told) == 1 else [False, mine, False]
+
+    monkeypatch.setattr(saving_together, "gather_json", gather)
+    training.steps(3)
+    save_in_place_of_others(worker, saver, world)
+    assert told == ([False] if failed is None else [False, is_asked])
+    steps = [info.step for info in find_snapshots(worker.snapshots_dir, warn=pytest.fail)]
+    assert steps == ([3] if is_asked else [])
+
+
+@pytest.mark.parametrize(("saved", "is_told"), [([False, True], False), ([False, False], True)])
+def test_what_another_host_has_saved_is_not_told_as_unsaved(
+    start: Start, monkeypatch: pytest.MonkeyPatch, saved: list[bool], is_told: bool
+) -> None:
+    training = start(snapshot_every=0)
+    saver, [me] = training.saver, training.world.members
+    monkeypatch.setattr(SnapshotWriter, "save", failing)
+    training.steps(1)
+    assert not saver.save_and_wait(training.state)
+    answers = iter([[True, False], saved])
+    monkeypatch.setattr(saving_together, "gather_json", lambda _mine: next(answers))
+    save_in_place_of_others(training.worker, saver, World(0, 0, (me, replace(me, host="other", agent_pid=1))))
+    assert bool(saver.unsaved(training.state)) == is_told
 
 
 def test_where_the_room_for_the_last_state_is_taken_again_more_is_made(
