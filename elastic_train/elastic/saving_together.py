@@ -4,7 +4,6 @@ another node where the first one cannot."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import and_
 
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.worker import Worker
@@ -32,18 +31,21 @@ def save_together(worker: Worker, saver: Saver, world: World, is_first_lost: Cal
 
 def save_in_place_of_others(worker: Worker, saver: Saver, world: World) -> None:
     """Save the last state on this node, if the worker that saves for it has failed: its host alone may have lost the
-    shared disk, or the network to the bucket. Every worker calls this after its own save. Blocks until all have saved.
-    Raises: as `gather_json`."""
+    shared disk, or the network to the bucket. One node after the other tries, as all together might fill the disk that
+    has room for one. Every worker calls this after its own save. Blocks until all are saved, or have tried. All that
+    share a place tell the same of it. Raises: as `gather_json`."""
     state, workers = worker.state, world.workers
-    failed = gather_json(bool(saver.unsaved(state)))
-    if not any(failed):
-        return
-    share_place = [worker.bucket is not None or other.directory_id == world.me.directory_id for other in workers]
-    first = share_place.index(True)
-    is_asked = failed[first] and world.is_first_of_node and workers[first].node != world.me.node
-    saved = gather_json(is_asked and saver.save_and_wait(state))
-    if any(map(and_, share_place, saved)):
-        saver.failed_step = -1
+    places = [worker.bucket is not None or member.directory_id for member in workers]
+    firsts = {place: rank for rank, place in reversed([*enumerate(places)])}
+    failed, mine = gather_json(bool(saver.unsaved(state))), places[world.rank]
+    unsaved = {place for place, rank in firsts.items() if failed[rank]}
+    for node in dict.fromkeys(member.node for member in workers):
+        if not unsaved:
+            break
+        is_asked = mine in unsaved and world.is_first_of_node and workers[firsts[mine]].node != node == world.me.node
+        saved = gather_json(is_asked and saver.save_and_wait(state))
+        unsaved -= {place for place, is_saved in zip(places, saved, strict=True) if is_saved}
+    saver.failed_step = state.step if mine in unsaved else -1
 
 
 def _fleet_of(worker: Worker, world: World, is_first_lost: Callable[[], bool]) -> Fleet | None:

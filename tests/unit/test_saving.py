@@ -559,24 +559,52 @@ def test_what_the_first_host_cannot_save_another_one_does(
     monkeypatch.setattr(saving_together, "gather_json", gather)
     training.steps(3)
     save_in_place_of_others(worker, saver, world)
-    assert told == ([False] if failed is None else [False, is_asked])
+    assert told == ([False] if not told[1:] else [False, False, is_asked])
+    assert len(told) == (3 if failed == 0 else 1), "each of two nodes is asked, or none"
     steps = [info.step for info in find_snapshots(worker.snapshots_dir, warn=pytest.fail)]
     assert steps == ([3] if is_asked else [])
 
 
-@pytest.mark.parametrize(("saved", "is_told"), [([False, True], False), ([False, False], True)])
-def test_what_another_host_has_saved_is_not_told_as_unsaved(
-    start: Start, monkeypatch: pytest.MonkeyPatch, saved: list[bool], is_told: bool
+@pytest.mark.parametrize("second_saves", [False, True])
+def test_of_hosts_that_could_save_one_after_the_other_tries(
+    start: Start, monkeypatch: pytest.MonkeyPatch, second_saves: bool
 ) -> None:
+    """This worker is the first of the third host. The disk may have room for one snapshot."""
+    training = start(snapshot_every=0)
+    saver, [me] = training.saver, training.world.members
+    others = [replace(me, host=host, agent_pid=1) for host in ("first", "second")]
+    saver.enter(world := World(rank=2, generation=0, members=(*others, me)))
+    told: list[bool] = []
+
+    def gather(mine: bool) -> list[bool]:
+        told.append(mine)
+        return [[True, False, False], [False] * 3, [False, second_saves, mine], [False, False, mine]][len(told) - 1]
+
+    monkeypatch.setattr(saving_together, "gather_json", gather)
+    training.steps(3)
+    save_in_place_of_others(training.worker, saver, world)
+    assert told == ([False] * 3 if second_saves else [False, False, False, True])
+    assert len(find_snapshots(training.worker.snapshots_dir, warn=pytest.fail)) == (not second_saves)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_all_that_share_a_place_tell_the_same_of_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch, is_saved: bool, rank: int
+) -> None:
+    """Scripts read the last event `done`, and exit code 143 says that the state is saved."""
     training = start(snapshot_every=0)
     saver, [me] = training.saver, training.world.members
     monkeypatch.setattr(SnapshotWriter, "save", failing)
     training.steps(1)
-    assert not saver.save_and_wait(training.state)
-    answers = iter([[True, False], saved])
+    if rank == 0:
+        assert not saver.save_and_wait(training.state)
+    other = replace(me, host="other", agent_pid=1)
+    members = (me, replace(me, local_rank=1), other, replace(me, host="apart", agent_pid=2, directory_id="apart"))
+    answers = iter([[True, False, False, False], [False] * 4, [False, False, is_saved, False], [False] * 4])
     monkeypatch.setattr(saving_together, "gather_json", lambda _mine: next(answers))
-    save_in_place_of_others(training.worker, saver, World(0, 0, (me, replace(me, host="other", agent_pid=1))))
-    assert bool(saver.unsaved(training.state)) == is_told
+    save_in_place_of_others(training.worker, saver, World(rank, 0, members))
+    assert bool(saver.unsaved(training.state)) == (not is_saved and rank < 3)
 
 
 def test_where_the_room_for_the_last_state_is_taken_again_more_is_made(
