@@ -17,7 +17,7 @@ from elastic_train.elastic.process_group import set_group_timeout
 from elastic_train.elastic.result import save_result, write_result
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
-from elastic_train.elastic.saving_together import save_in_place_of_others, save_together
+from elastic_train.elastic.saving_together import make_way, save_in_place_of_others, save_together
 from elastic_train.elastic.trainer import Trainer
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import (
@@ -29,7 +29,6 @@ from elastic_train.errors import (
     add_own_note,
     first_line,
 )
-from elastic_train.observe.reporting import Reporter
 from elastic_train.protocol.probes import Probe, probe
 from elastic_train.rules import Activity, Failure
 from elastic_train.runlog.event_types import LEFT_OUT, Done, NoticeChanged, RunOutcome, StoppedBySignal, Warned
@@ -139,7 +138,7 @@ class Exits:
         started, self._worker.state.stopped_at = time.monotonic(), self._worker.state.step
         self._saver.enter(world)
         if world.is_first_of_node:
-            with told(self._worker.reporter):
+            with _saving_alone(self._worker, self._saver):
                 self._saver.save_and_wait(self._worker.state)
                 self._saver.wait()
         if world.num_nodes == 1:  # else the other nodes' next world may take long
@@ -173,7 +172,7 @@ class Exits:
         if state.is_step_open:
             state.clock.reassign(time.monotonic() - self._trainer.step_started, Phase.TRAIN, Phase.LOST)
         if world.is_first_of_node and state.step > 0:
-            with told(self._worker.reporter):
+            with _saving_alone(self._worker, self._saver):
                 self._saver.save_beside(state)
         self._files.leave_bucket_alone(world)
         code = self._report_stopped(time.monotonic() - started)
@@ -305,15 +304,16 @@ class Exits:
 
 
 @contextmanager
-def told(reporter: Reporter) -> Iterator[None]:
-    """Warn where another job owns the run directory or bucket by now, so that the block could not save. A newer
-    generation of this job is no reason to warn: it saves the state itself."""
+def _saving_alone(worker: Worker, saver: Saver) -> Iterator[None]:
+    """Make way for the last state, which this node saves for itself in the block. Warn where another job owns the run
+    directory or bucket by now, so that it is not saved. A newer generation of this job saves the state itself."""
     try:
+        make_way(worker, saver)
         yield
     except NewerGeneration:
         pass
     except OwnershipLost as error:
-        reporter.warn(str(error))
+        worker.reporter.warn(str(error))
 
 
 def _take_buffers_of_rank_0(worker: Worker, world: World, membership: Membership) -> None:

@@ -59,7 +59,7 @@ class Saver:
         """of the newest state that could not be saved while the caller waited, by this worker or for it; else -1"""
         self.newest: SnapshotResult | None = None
         """the newest durable snapshot"""
-        self._has_warned_slow, self._step_on_the_way = False, -2
+        self._has_warned_slow, self.step_on_the_way = False, -2
         """whether the snapshot in flight has caused a warning; its step"""
         self._snapshots: SnapshotWriter | None = None
         self._was_writer, self._unfit = True, set[str]()
@@ -150,7 +150,7 @@ class Saver:
                 is_begun = self.writer().save_in_background(state.state_dict(), **_position(state, self._world))
             if is_begun:
                 self._schedule.note_start(started_at)
-                self._has_warned_slow, self._step_on_the_way = False, state.step
+                self._has_warned_slow, self.step_on_the_way = False, state.step
             else:
                 self._schedule.put_off()
 
@@ -238,7 +238,7 @@ class Saver:
     def give_up_in_flight(self, state: TrainState) -> None:
         """Give up a snapshot in flight to a URL, to free the line for the last state."""
         if self._snapshots is not None and self._snapshots.give_up(state.state_dict(), state.step):
-            lost = "; it was the best so far" if self._best_step == self._step_on_the_way else ""
+            lost = "; it was the best so far" if self._best_step == self.step_on_the_way else ""
             self._reporter.log(f"the snapshot on its way is given up for that of step {state.step}, the last{lost}")
 
     def writer(self) -> SnapshotWriter:

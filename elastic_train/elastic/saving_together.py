@@ -17,16 +17,22 @@ def save_together(worker: Worker, saver: Saver, world: World, is_first_lost: Cal
     """Save the state of a world whose members all stop at this step, or this node's share of it. Blocks until this
     worker's part is durable, or until rank 0 is lost."""
     state, fleet = worker.state, _fleet_of(worker, world, is_first_lost)
-    # Keep the snapshot in flight where only that can be complete in the time that is left.
-    left, num_senders = worker.stop.seconds_left(), 1 if fleet is None else len(fleet.hosts)
-    if saver.newest is not None:
-        num_senders = senders(num_senders, saver.newest.bytes, is_bucket=fleet is not None)
-    if left is None or saver.expected_seconds / num_senders <= left:
-        saver.give_up_in_flight(state)
+    make_way(worker, saver, 1 if fleet is None else len(fleet.hosts))
     if saver.is_last_writer(world):
         saver.save_and_wait(state, fleet)
     elif fleet is not None and world.is_first_of_node:
         _save_share(worker, saver, world, fleet)
+
+
+def make_way(worker: Worker, saver: Saver, num_nodes: int = 1) -> None:
+    """Give up the snapshot in flight to a URL for the last state, which `num_nodes` send, unless it is of that state or
+    only it can be complete in the time that is left."""
+    left = worker.stop.seconds_left()
+    if saver.newest is not None:
+        num_nodes = senders(num_nodes, saver.newest.bytes, is_bucket=True)
+    is_same = num_nodes == 1 and saver.step_on_the_way == worker.state.step
+    if not is_same and (left is None or saver.expected_seconds / num_nodes <= left):
+        saver.give_up_in_flight(worker.state)
 
 
 def save_in_place_of_others(worker: Worker, saver: Saver, world: World) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ import torch
 from elastic_train.config import Config
 from elastic_train.elastic import evaluations, saving_together
 from elastic_train.elastic.evaluations import Evaluations
+from elastic_train.elastic.exits import Exits
 from elastic_train.elastic.loading import load
 from elastic_train.elastic.result import config_of
 from elastic_train.elastic.run_files import RunFiles
@@ -429,6 +431,32 @@ def test_the_last_state_does_not_wait_for_the_one_in_flight(
     save_together(worker, saver, training.world, lambda: False)
     assert calls == (["given up"] if is_given_up else [])
     assert [info.step for info in find_snapshots(worker.bucket, warn=pytest.fail)] == [1]
+
+
+@pytest.mark.parametrize(("left", "extra", "is_given_up"), [(30.0, 1, True), (30.0, 0, False), (2.0, 1, False)])
+@pytest.mark.parametrize("how", ["stop_late", "stop_between_worlds"])
+def test_what_a_node_saves_alone_does_not_wait_for_the_one_in_flight(
+    start: Start, monkeypatch: pytest.MonkeyPatch, how: str, left: float, extra: int, is_given_up: bool
+) -> None:
+    """Unless that is of the last commit, or of the two it alone can be there in time."""
+    training = start(snapshot_dir=f"memory://in-flight-{how}-{left}-{extra}", snapshot_every=1)
+    saver, worker = training.saver, training.worker
+    assert worker.bucket is not None
+    worker.bucket.owner.take("job", 0, lambda: None)
+    training.steps(1)
+    saver.newest = SnapshotResult(Path("nowhere"), 1, 0, 1, 4.0, 4.0, ())
+    for _ in range(extra):
+        training.state.commit(0.5)
+    given_up: list[int] = []
+    monkeypatch.setattr(SnapshotWriter, "give_up", lambda _writer, _state, step: given_up.append(step))
+    monkeypatch.setattr(StopSignal, "seconds_left", lambda _stop: left)
+    membership: Any = SimpleNamespace(leave=lambda *_: None)
+    leaving = Exits(worker, membership, saver, SimpleNamespace(step_started=0.0), saver._files)  # type: ignore[arg-type]
+    worker.stop._remember(signal.SIGTERM, None)
+    assert getattr(leaving, how)(training.world) == 143
+    assert given_up == ([1 + extra] if is_given_up else [])
+    newest = find_snapshots(worker.bucket, warn=pytest.fail)[0]
+    assert newest.step == 1 + extra
 
 
 @pytest.mark.parametrize(("is_stop", "left"), [(True, [4, 3]), (False, [4])])

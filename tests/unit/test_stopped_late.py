@@ -78,7 +78,8 @@ class Life:
         membership: Any = SimpleNamespace(leave=self.part("leave"))
         saver: Any = SimpleNamespace(
             save_beside=self.part("save"), save_and_wait=self.part("save and wait"), unsaved=lambda _state: "",
-            enter=lambda _world: None, wait=lambda: None,
+            enter=lambda _world: None, wait=lambda: None, newest=None, expected_seconds=0.0, step_on_the_way=-2,
+            give_up_in_flight=lambda _state: None,
         )  # fmt: skip
         files: Any = SimpleNamespace(leave_bucket_alone=self.part("leave the bucket"))
         self.exits = exits = Exits(self.worker, membership, saver, trainer, files)
