@@ -4,9 +4,11 @@ another node where the first one cannot."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.worker import Worker
+from elastic_train.preemption import ample_seconds
 from elastic_train.runlog.goodput import Phase
 from elastic_train.storage.shares import Fleet, senders
 from elastic_train.training.collectives import gather_json
@@ -43,7 +45,9 @@ def save_in_place_of_others(worker: Worker, saver: Saver, world: World) -> None:
     state, workers = worker.state, world.workers
     places = [worker.bucket is not None or member.directory_id for member in workers]
     firsts = {place: rank for rank, place in reversed([*enumerate(places)])}
-    failed, mine = gather_json(bool(saver.unsaved(state))), places[world.rank]
+    mine = places[world.rank]
+    with state.lock.released() if _is_soon_saved(worker, saver) else nullcontext():  # a late stop may save meanwhile
+        failed = gather_json(bool(saver.unsaved(state)))
     unsaved = {place for place, rank in firsts.items() if failed[rank]}
     for node in dict.fromkeys(member.node for member in workers):
         if not unsaved:
@@ -52,6 +56,13 @@ def save_in_place_of_others(worker: Worker, saver: Saver, world: World) -> None:
         saved = gather_json(is_asked and saver.save_and_wait(state))
         unsaved -= {place for place, is_saved in zip(places, saved, strict=True) if is_saved}
     saver.failed_step = state.step if mine in unsaved else -1
+
+
+def _is_soon_saved(worker: Worker, saver: Saver) -> bool:
+    """Whether a stop leaves ample time to save before the late stop. What is not saved by then is on a disk or a line
+    that hangs, for which no node should wait until it is killed."""
+    left, seconds = worker.stop.seconds_left(), saver.save_time.seconds
+    return worker.stop.is_settled and left is not None and seconds > 0 and 2 * ample_seconds(seconds) < left
 
 
 def _fleet_of(worker: Worker, world: World, is_first_lost: Callable[[], bool]) -> Fleet | None:

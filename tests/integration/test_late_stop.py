@@ -37,11 +37,18 @@ from elastic_train.training.tasks import Task
 
 WHAT, NUMBER = os.environ.get("LONG", "nothing 0").split()
 
+def hang(*_arguments):
+    # no save of this worker comes to an end, as on a disk that hangs
+    if Path(f"hangs-{os.getpid()}").exists():
+        time.sleep(120)
+
 class Long(Task):
     count = 0
 
     def build_model(self):
-        return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        model.register_state_dict_post_hook(hang)
+        return model
 
     def train_dataset(self):
         bits = torch.arange(96).unsqueeze(1).bitwise_right_shift(torch.arange(8)) % 2
@@ -257,6 +264,24 @@ def test_all_nodes_are_told_to_stop(cluster: Cluster) -> None:
     check_saved(cluster.run_dir, 8)
     check_stopped(cluster.run_dir, 8, 2)
     check_continued(cluster, cluster.start(*FLAGS, nodes=2))
+
+
+@pytest.mark.slow
+def test_all_stop_while_the_one_that_saves_for_all_hangs(cluster: Cluster) -> None:
+    """It is known that a save takes a second, so the other node waits for it no longer than until a late stop."""
+    flags = (*FLAGS, "--snapshot-every", "12s", "--epochs", "100000")
+    nodes = cluster.start(*flags, nodes=2, nnodes="2:2")
+    wait_until(lambda: bool(events(cluster.run_dir, "snapshot")), "a snapshot", 120)
+    [first] = {event["pid"] for event in events(cluster.run_dir, "snapshot")}
+    (cluster.path / f"hangs-{first}").touch()
+    for node in nodes:
+        node.signal(signal.SIGTERM)
+    assert [node.wait(60) for node in nodes] == [1, 1]
+    [done] = events(cluster.run_dir, "done")
+    assert (done["outcome"], done["pid"] != first) == ("stopped", True)
+    assert done["step"] == last_step(cluster.run_dir)
+    info, _ = newest_snapshot(cluster.run_dir)
+    assert info.step == done["step"]
 
 
 @pytest.mark.slow

@@ -635,6 +635,36 @@ def test_all_that_share_a_place_tell_the_same_of_it(
     assert bool(saver.unsaved(training.state)) == (not is_saved and rank < 3)
 
 
+@pytest.mark.parametrize(
+    ("is_told", "took", "may_save"),
+    [(True, 2, True), (True, 9, False), (True, 0, False), (False, 2, False)],
+)
+def test_a_late_stop_saves_where_the_first_worker_hangs(
+    start: Start, monkeypatch: pytest.MonkeyPatch, is_told: bool, took: int, may_save: bool
+) -> None:
+    """A disk that is lost to one host mostly hangs, and raises nothing. But where a snapshot takes long, or none knows
+    how long it takes, a second one would only make it slower."""
+    training = start(snapshot_every=0)
+    saver, worker, lock = training.saver, training.worker, training.state.lock
+    training.steps(1)
+    saver.save_time.note_vote(-took)
+    if is_told:
+        worker.stop._remember(signal.SIGTERM, None)
+        worker.stop.settle()
+    found: list[bool] = []
+
+    def gather(mine: bool) -> list[bool]:
+        found.append(lock.acquire(0.0))
+        if found[-1]:
+            lock.give_back()
+        return [mine]
+
+    monkeypatch.setattr(saving_together, "gather_json", gather)
+    save_in_place_of_others(worker, saver, training.world)
+    assert found == [may_save]
+    assert not lock.acquire(0.0), "what follows may change the state"
+
+
 def test_where_the_room_for_the_last_state_is_taken_again_more_is_made(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
