@@ -4,6 +4,7 @@ not return from a world that is over."""
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 
 from elastic_train.elastic.exits import NOT_WHOLE, Exits
@@ -37,6 +38,9 @@ class LateStop:
     ) -> None:
         self._worker, self._trainer, self._exits = worker, trainer, exits
         self._world, self._end_notices, self._end = world, end_notices, end
+        self._saving = threading.Lock()
+        """for one thread at a time: two would write into one file. The training thread waits for a late stop, and may
+        count as lost meanwhile"""
 
     def save(self, seconds: float) -> None:
         """Save the last commit and end the process, on another thread than the training thread. Does nothing where that
@@ -54,6 +58,12 @@ class LateStop:
             if stop.is_requested and not is_left_to_it:
                 reporter.warn(f"told to stop by {stop.why}, and the state is {where}: it is not saved before that ends")
             return
+        with self._saving:
+            self._save()
+
+    def _save(self) -> None:
+        """Save the state, whose lock this thread has, and end the process; give the lock back if there is no reason."""
+        state, reporter = self._worker.state, self._worker.reporter
         code: int | None = 1
         try:
             world = self._world()
@@ -80,6 +90,10 @@ class LateStop:
     def save_at_last(self) -> str:
         """Save the last commit where the training thread counts as lost and the caller ends the process. Not on the
         training thread. Returns a line for the user."""
+        with self._saving:
+            return self._save_at_last()
+
+    def _save_at_last(self) -> str:
         state, world = self._worker.state, self._world()
         if world is None:
             return "there is nothing to save"

@@ -389,6 +389,24 @@ def test_a_thread_that_comes_back_at_last_changes_nothing_that_is_being_saved() 
     assert not life.is_given_back, "it waits before the optimizer's step"
 
 
+def test_a_thread_that_waits_for_a_late_stop_counts_as_lost_and_no_other_saves_meanwhile() -> None:
+    """Both would write into one folder: the snapshot would be torn, and the last line would say that it is there."""
+    life, may_end = Life(make_stepping()), threading.Event()
+    save = life.exits._saver.save_beside
+    life.exits._saver.save_beside = lambda state: (save(state), may_end.wait(20))[1]  # type: ignore[method-assign]
+    threads = [threading.Thread(target=one, daemon=True) for one in (life.run, life.late.save_at_last)]
+    threads[0].start()
+    while "save" not in life.calls:
+        time.sleep(0.01)
+    threads[1].start()
+    threads[1].join(0.5)
+    assert life.calls == ["settle", "save"]
+    may_end.set()
+    for thread in threads:
+        thread.join(20)
+    assert life.calls.index(("end", 143)) < life.calls.index("abandon"), "by then the process has ended"
+
+
 @pytest.mark.parametrize(("is_open", "is_updating"), [(True, False), (True, True), (False, False)])
 def test_at_last_a_gpu_is_not_waited_for_that_hangs_within_the_step(is_open: bool, is_updating: bool) -> None:
     """All that is copied, the buffers that are put back too, is what was there as the step began. The weights of an
