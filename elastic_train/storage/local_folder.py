@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -37,7 +38,7 @@ from elastic_train.storage.snapshot import (
 from elastic_train.storage.state_bytes import HashingFile, SnapshotFile
 from elastic_train.system import is_there, try_flock
 
-_TEMPORARY_NAME = re.compile(r"\.tmp-(?:old-)?step-\d{12,}-gen-\d{4,}-(?P<host>.+)-(?P<pid>\d{1,9})")
+_TEMPORARY_NAME = re.compile(r"\.tmp-(?:old-)?step-\d{12,}-gen-\d{4,}-(?P<host>.+)-(?P<pid>\d{1,9})(?:\.[0-9a-f]{8})?")
 
 # Temporary directories that a writer of this process uses now. Any other with our pid in its name is a leftover of an
 # earlier process with the same pid, as is usual in containers.
@@ -111,13 +112,12 @@ class LocalFolder:
         existing = _existing(path, run_uid, key, self._warnings.append)
         if existing is not None:
             return existing
-        temporary = path.with_name(f".tmp-{name}-{os.getpid()}")
-        displaced = path.with_name(f".tmp-old-{name}-{os.getpid()}")
+        mine = f"{name}-{os.getpid()}.{secrets.token_hex(4)}"  # two containers may have the same host name and pids
+        temporary, displaced = path.with_name(f".tmp-{mine}"), path.with_name(f".tmp-old-{mine}")
         _IN_HAND.update((temporary, displaced))
         in_hand = contextlib.ExitStack()
         try:
             make_folder(path.parent)
-            shutil.rmtree(temporary, ignore_errors=True)
             os.mkdir(temporary)
             in_hand.enter_context(held(temporary))
             written = _write_state(temporary / STATE_FILE, fill)
@@ -253,7 +253,6 @@ def _put_in_place(temporary: Path, path: Path, displaced: Path, is_there: Callab
     if is_there():
         return
     if path.exists():
-        shutil.rmtree(displaced, ignore_errors=True)
         os.rename(path, displaced)
     try:
         os.rename(temporary, path)

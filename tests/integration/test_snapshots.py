@@ -115,7 +115,7 @@ def kill_amid_writing(cluster: Cluster, flags: tuple[str, ...], occasion: int) -
     def half_written() -> str | None:
         names = os.listdir(directory) if directory.is_dir() else []
         # those of killed processes stay visible until the new one cleans up
-        seen.update(name for name in names if name.startswith(".tmp-step-") and name.endswith(f"-{node.process.pid}"))
+        seen.update(name for name in names if name.startswith(".tmp-step-") and f"-{node.process.pid}." in name)
         return max(seen) if len(seen) >= occasion else None
 
     while (name := half_written()) is None:  # no pause: the moment is short

@@ -16,9 +16,10 @@ import threading
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ import elastic_train
 from elastic_train.errors import OwnershipLost, SnapshotDamaged, SnapshotError
 from elastic_train.storage import atomic_files, local_folder, state_bytes
 from elastic_train.storage.direct_file import DirectFile
-from elastic_train.storage.local_folder import held
+from elastic_train.storage.local_folder import LocalFolder, held
 from elastic_train.storage.retention import Retention
 from elastic_train.storage.run_directory import RunDirectory
 from elastic_train.storage.snapshot import (
@@ -586,11 +587,42 @@ def test_what_another_container_writes_is_no_leftover(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_two_containers_with_one_host_name_and_pid_write_one_snapshot(tmp_path: Path) -> None:
+    """Each node saves for itself at a late stop, into the folder that all share."""
+    manifest = {"step": 1, "epoch": 0, "samples_done": 8, "generation": 0, "world_size": 2, "time": 0.0, "task": {}}
+    manifest |= {"run_uid": "r", "host": "vm"}
+    name = "step-000000000001-gen-0000-vm"
+    first_begun, second_begun, first_done = (threading.Event() for _ in range(3))
+
+    def write(begun: threading.Event, others: threading.Event) -> None:
+        def fill(file: IO[bytes]) -> None:
+            file.write(bytes(10_000))
+            begun.set()
+            assert others.wait(20)
+            file.write(bytes(10_000))
+
+        LocalFolder(tmp_path).write(name, fill, manifest)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(write, first_begun, second_begun)
+        assert first_begun.wait(20)
+        second = pool.submit(write, second_begun, first_done)
+        try:
+            first.result(20)
+            verify(read_info(tmp_path / name))
+        finally:
+            first_done.set()
+        second.result(20)
+    verify(read_info(tmp_path / name))
+    assert os.listdir(tmp_path) == [name]
+
+
 def test_leftovers_of_dead_writers_of_this_host_are_removed(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(DEADLINE)
     name = "step-000000000001-gen-0000-node-a"
-    gone = [f".tmp-{name}-{ended.pid}", f".tmp-old-{name}-{ended.pid}", f".tmp-{name}-{os.getpid()}"]
+    ours = ended.pid, f"{ended.pid}.0badcafe", os.getpid()
+    gone = [f".tmp-{what}{name}-{pid}" for what in ("", "old-") for pid in ours]
     kept = [f".tmp-{name}-{os.getppid()}", f".tmp-{name}-b-{ended.pid}", ".tmp-mine", "other"]
     for leftover in gone + kept:
         (tmp_path / leftover).mkdir()
