@@ -26,7 +26,7 @@ from typing import Any
 from elastic_train.errors import FormationFailed, StoreUnreachable
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.peers import PeerJob
-from elastic_train.protocol.store import Answer, SharedStore
+from elastic_train.protocol.store import Answer, KeyValueStore
 from elastic_train.world import Member, Reach, World, to_json, value_of
 
 HERE_SECONDS = 2.0
@@ -255,7 +255,7 @@ class Preparation:
     def _put(self, member: Member, key: str, text: str) -> None:
         self._ask(member, lambda notes: notes.put(key, text), self._clock() + HERE_SECONDS)
 
-    def _ask(self, member: Member, question: Callable[[SharedStore], Answer], deadline: float) -> Answer:
+    def _ask(self, member: Member, question: Callable[[KeyValueStore], Answer], deadline: float) -> Answer:
         """As `insist`, until `deadline` or until this is cancelled."""
         return insist(self._job, member, question, lambda: self.is_cancelled or self._clock() > deadline, self._sleep)
 
@@ -269,7 +269,7 @@ def mark(job: PeerJob, name: str, planned: World, is_over: Callable[[], bool], s
 def insist(
     job: PeerJob,
     member: Member,
-    question: Callable[[SharedStore], Answer],
+    question: Callable[[KeyValueStore], Answer],
     is_over: Callable[[], bool],
     sleep: Callable[[float], None],
 ) -> Answer:

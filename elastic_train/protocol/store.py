@@ -11,7 +11,6 @@ import contextlib
 import json
 import socket
 import struct
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeVar
@@ -28,8 +27,8 @@ FEW_KEYS = 3
 """number of keys up to which `get_many` reads one by one"""
 
 
-class SharedStore(Protocol):
-    """The store that the members of a world share while the world stands."""
+class KeyValueStore(Protocol):
+    """The store of any member, as another member calls it."""
 
     def get(self, key: str) -> str | None:
         """Return the value; None if there is none."""
@@ -45,10 +44,6 @@ class SharedStore(Protocol):
 
     def delete(self, key: str) -> None:
         """Delete the key, which may not exist."""
-
-
-class KeyValueStore(SharedStore, Protocol):
-    """The store of any member, as another member calls it."""
 
     def swap(self, key: str, expected: str, value: str) -> bool:
         """Set a value if `expected` stands there. Return whether `value` stands there then, perhaps set by another."""
@@ -175,46 +170,6 @@ def entries(store: KeyValueStore, key: str) -> list[str]:
 def scoped(world: World, name: str) -> str:
     """Return the key of an announcement, which belongs to this world alone or to the job."""
     return f"{world.key}/{name}" if name.startswith(("left/", "finished")) else f"job/{name}"
-
-
-class MemoryStore:
-    """As TorchStore in a dictionary, for simulations and tests."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-        self._lock = threading.Lock()
-
-    def get(self, key: str) -> str | None:
-        return self.values.get(key)
-
-    def get_many(self, keys: Sequence[str]) -> list[str | None]:
-        return [self.values.get(key) for key in keys]
-
-    def put(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def create(self, key: str, value: str) -> str:
-        with self._lock:
-            standing = self.values[key] = self.values.get(key) or value
-            return standing
-
-    def swap(self, key: str, expected: str, value: str) -> bool:
-        with self._lock:
-            if self.values.get(key, "") == expected:
-                self.values[key] = value
-            return self.values.get(key) == value
-
-    def add(self, key: str, amount: int) -> int:
-        with self._lock:
-            self.values[key] = str(int(self.values.get(key, "0")) + amount)
-            return int(self.values[key])
-
-    def delete(self, key: str) -> None:
-        with self._lock:
-            self.values.pop(key, None)
-
-    def keys(self) -> list[str]:
-        return list(self.values)
 
 
 Answer = TypeVar("Answer")

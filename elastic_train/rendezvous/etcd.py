@@ -38,8 +38,6 @@ from elastic_train.rendezvous.etcd_errors import (
 
 MAX_PAUSE = 0.5
 """seconds between two attempts"""
-MAX_OPERATIONS = 100
-"""in one transaction; etcd's own limit is 128"""
 
 
 @dataclass
@@ -67,13 +65,9 @@ class Etcd:
         return entry_of(entries[0]) if entries else None
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        """Return the present entries of the keys, in one round trip per MAX_OPERATIONS keys."""
-        found: list[Entry | None] = []
-        for start in range(0, len(keys), MAX_OPERATIONS):
-            part = keys[start : start + MAX_OPERATIONS]
-            _, results = self.transact((), [self.get_request(key) for key in part])
-            found += [entries[0] if entries else None for entries in results]
-        return found
+        """Return the present entries of a few keys, in one round trip."""
+        _, results = self.transact((), [self.get_request(key) for key in keys])
+        return [entries[0] if entries else None for entries in results]
 
     def below(self, prefix: str, *, keys_only: bool = False) -> tuple[list[Entry], int]:
         """Return (all entries whose key begins with `prefix`, their revision); without values if `keys_only`."""

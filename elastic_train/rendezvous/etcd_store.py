@@ -26,7 +26,7 @@ STAMP_BYTES = 12
 
 @dataclass(frozen=True, eq=False)
 class EtcdStore:
-    """A SharedStore (store.py) on etcd. For any thread: the connections serve many at once.
+    """The store of a job's entry. For any thread: the connections serve many at once.
 
     Args:
         lease: of all keys; 0 for none.
@@ -43,10 +43,7 @@ class EtcdStore:
     guard: Entry | None = None
 
     def get(self, key: str) -> str | None:
-        return self.get_many([key])[0]
-
-    def get_many(self, keys: Sequence[str]) -> list[str | None]:
-        return [text_of(entry) for entry in self.etcd.get_many(keys)]
+        return text_of(self.etcd.get(key))
 
     def put(self, key: str, value: str) -> None:
         stamped = stamp() + value.encode()

@@ -21,12 +21,13 @@ from elastic_train.protocol.finder import Finder, Size
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.signposts import Signposts, reach
-from elastic_train.protocol.store import KeyValueStore, MemoryStore, TorchStore
+from elastic_train.protocol.store import KeyValueStore, TorchStore
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_finder import EtcdFinder
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.tools.drills.nodes import free_port
 from elastic_train.world import Address, Member
+from tests.memory_store import MemoryStore
 
 MIN_NODES = 3
 PEER_TIMEOUT = 2.0

@@ -1,4 +1,4 @@
-"""What SharedStores and KeyValueStores must do, on each implementation; and what a TCPStore does without its server."""
+"""What stores must do, on each implementation; and what a TCPStore does without its server."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from torch.distributed import HashStore, TCPStore
 
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.signposts import reach
-from elastic_train.protocol.store import KeyValueStore, MemoryStore, SharedStore, TorchStore
+from elastic_train.protocol.store import KeyValueStore, TorchStore
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_store import EtcdStore
 from tests.etcd_cluster import etcd_running
+from tests.memory_store import MemoryStore
 from tests.processes import freeze
 
 TIMEOUT = timedelta(seconds=2.5)
@@ -66,7 +67,7 @@ def served(request: pytest.FixtureRequest) -> KeyValueStore:
 
 
 @pytest.fixture(params=[*SERVED, "etcd"])
-def store(request: pytest.FixtureRequest) -> Iterator[SharedStore]:
+def store(request: pytest.FixtureRequest) -> Iterator[KeyValueStore | EtcdStore]:
     if request.param in SERVED:
         yield SERVED[request.param](request)
     else:
@@ -79,14 +80,13 @@ def key(request: pytest.FixtureRequest) -> str:
     return request.node.name
 
 
-class TestSharedStore:
-    def test_a_missing_key_has_no_value_and_is_not_waited_for(self, store: SharedStore, key: str) -> None:
+class TestEveryStore:
+    def test_a_missing_key_has_no_value_and_is_not_waited_for(self, store: KeyValueStore | EtcdStore, key: str) -> None:
         started = time.monotonic()
         assert store.get(key) is None
-        assert store.get_many([key, f"{key}/other"]) == [None, None]
         assert time.monotonic() - started < TIMEOUT.total_seconds() / 2
 
-    def test_what_is_put_is_got(self, store: SharedStore, key: str) -> None:
+    def test_what_is_put_is_got(self, store: KeyValueStore | EtcdStore, key: str) -> None:
         store.put(key, "one")
         assert store.get(key) == "one"
         store.put(key, "two")
@@ -94,57 +94,50 @@ class TestSharedStore:
         assert store.get(key) == "two"
 
     @pytest.mark.parametrize("value", ["", "ä \n\0 €", "x" * 1_000_000], ids=["empty", "unicode", "long"])
-    def test_any_text_is_a_value(self, store: SharedStore, key: str, value: str) -> None:
+    def test_any_text_is_a_value(self, store: KeyValueStore | EtcdStore, key: str, value: str) -> None:
         store.put(key, value)
         assert store.get(key) == value
-        assert store.get_many([key, key]) == [value, value]
 
-    def test_many_keys_keep_their_order_whatever_is_missing(self, store: SharedStore, key: str) -> None:
-        store.put(f"{key}/0", "zero")
-        store.put(f"{key}/2", "two")
-        names = [f"{key}/{number}" for number in (2, 1, 0)]
-        assert store.get_many(names) == ["two", None, "zero"]
-        assert store.get_many([names[0], names[2]]) == ["two", "zero"]
-        assert store.get_many([]) == []
-
-    def test_create_keeps_the_first_value(self, store: SharedStore, key: str) -> None:
+    def test_create_keeps_the_first_value(self, store: KeyValueStore | EtcdStore, key: str) -> None:
         assert store.create(key, "first") == "first"
         assert store.create(key, "second") == "first"
         assert store.create(key, "first") == "first"
         assert store.get(key) == "first"
 
-    def test_an_empty_value_is_as_good_as_none_to_create(self, store: SharedStore, key: str) -> None:
+    def test_an_empty_value_is_as_good_as_none_to_create(self, store: KeyValueStore | EtcdStore, key: str) -> None:
         store.put(key, "")
         assert store.create(key, "value") == "value"
         assert store.get(key) == "value"
 
-    def test_what_is_deleted_has_no_value_and_can_be_created_again(self, store: SharedStore, key: str) -> None:
+    def test_what_is_deleted_has_no_value_and_can_be_created_again(
+        self, store: KeyValueStore | EtcdStore, key: str
+    ) -> None:
         store.put(key, "value")
         store.put(f"{key}/other", "another")
         for _ in range(2):
             store.delete(key)
             assert store.get(key) is None
-            assert store.get_many([key, f"{key}/other"]) == [None, "another"]
+            assert store.get(f"{key}/other") == "another"
         assert store.create(key, "new") == "new"
 
-    def test_what_was_deleted_is_gone_at_once(self, store: SharedStore, key: str) -> None:
+    def test_what_was_deleted_is_gone_at_once(self, store: KeyValueStore | EtcdStore, key: str) -> None:
         for number in range(100):
             store.put(f"{key}/{number}", "value")
             store.delete(f"{key}/{number}")
             assert store.get(f"{key}/{number}") is None
 
-    def test_create_is_won_once_among_many_threads(self, store: SharedStore, key: str) -> None:
-        def work(mine: SharedStore, number: int) -> list[str]:
+    def test_create_is_won_once_among_many_threads(self, store: KeyValueStore | EtcdStore, key: str) -> None:
+        def work(mine: KeyValueStore | EtcdStore, number: int) -> list[str]:
             return [mine.create(f"{key}/{turn}", str(number)) for turn in range(20)]
 
         answers = in_threads(store, work)
         assert all(answer == answers[0] for answer in answers)
-        assert answers[0] == store.get_many([f"{key}/{turn}" for turn in range(20)])
+        assert answers[0] == [store.get(f"{key}/{turn}") for turn in range(20)]
 
-    def test_many_threads_may_put_the_same_key(self, store: SharedStore, key: str) -> None:
+    def test_many_threads_may_put_the_same_key(self, store: KeyValueStore | EtcdStore, key: str) -> None:
         """The acknowledgement of a write must not take another's newer value for a loss."""
 
-        def work(mine: SharedStore, number: int) -> None:
+        def work(mine: KeyValueStore | EtcdStore, number: int) -> None:
             for turn in range(100):
                 mine.put(key, f"{number}.{turn}")
 
@@ -153,6 +146,30 @@ class TestSharedStore:
 
 
 class TestKeyValueStore:
+    def test_missing_keys_are_not_waited_for(self, served: KeyValueStore, key: str) -> None:
+        started = time.monotonic()
+        assert served.get_many([key, f"{key}/other"]) == [None, None]
+        assert time.monotonic() - started < TIMEOUT.total_seconds() / 2
+
+    @pytest.mark.parametrize("value", ["", "ä \n\0 €", "x" * 1_000_000], ids=["empty", "unicode", "long"])
+    def test_any_texts_are_values(self, served: KeyValueStore, key: str, value: str) -> None:
+        served.put(key, value)
+        assert served.get_many([key, key]) == [value, value]
+
+    def test_a_deleted_one_of_many_has_no_value(self, served: KeyValueStore, key: str) -> None:
+        served.put(key, "value")
+        served.put(f"{key}/other", "another")
+        served.delete(key)
+        assert served.get_many([key, f"{key}/other"]) == [None, "another"]
+
+    def test_many_keys_keep_their_order_whatever_is_missing(self, served: KeyValueStore, key: str) -> None:
+        served.put(f"{key}/0", "zero")
+        served.put(f"{key}/2", "two")
+        names = [f"{key}/{number}" for number in (2, 1, 0)]
+        assert served.get_many(names) == ["two", None, "zero"]
+        assert served.get_many([names[0], names[2]]) == ["two", "zero"]
+        assert served.get_many([]) == []
+
     def test_swap_needs_what_it_expects(self, served: KeyValueStore, key: str) -> None:
         served.put(key, "one")
         assert not served.swap(key, "other", "two")

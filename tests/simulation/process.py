@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic_train.errors import StoreUnreachable
 from elastic_train.protocol.heartbeat import LONGEST_PAUSE
-from elastic_train.protocol.store import MemoryStore
+from tests.memory_store import MemoryStore
 from tests.simulation.kernel import Kernel, Network, Task
 
 Address = tuple[str, int]

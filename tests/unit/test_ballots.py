@@ -13,8 +13,9 @@ from elastic_train.protocol.arbiter import ArbiterLost, ArbiterSilent, Arbitrati
 from elastic_train.protocol.ballots import Ballots, Elsewhere, Round
 from elastic_train.protocol.known_worlds import KnownWorlds
 from elastic_train.protocol.laws import Voters
-from elastic_train.protocol.store import Clients, MemoryStore
+from elastic_train.protocol.store import Clients
 from elastic_train.world import World, to_json
+from tests.memory_store import MemoryStore
 from tests.unit.test_world import member
 
 MEMBERS = tuple(replace(member(rank, 0), uid=f"m{rank}", store=("10.0.0.1", rank)) for rank in range(3))

@@ -13,11 +13,11 @@ from elastic_train.elastic.membership import OwnSide
 from elastic_train.elastic.restore import require_line
 from elastic_train.errors import BranchesMixed, Refused, StoreUnreachable, Superseded
 from elastic_train.protocol.other_sides import SUPERSEDED, OtherSides
-from elastic_train.protocol.store import MemoryStore
 from elastic_train.storage.run_record import Offer, newest_offer, require_one_line
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, set_aside
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.world import World, from_json, to_json
+from tests.memory_store import MemoryStore
 from tests.unit.test_world import member
 
 LINE: Branches = ()

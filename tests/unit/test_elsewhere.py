@@ -11,8 +11,9 @@ import pytest
 from elastic_train.protocol.agreement import Denied
 from elastic_train.protocol.ballots import Elsewhere, Round
 from elastic_train.protocol.known_worlds import KnownWorlds
-from elastic_train.protocol.store import Clients, MemoryStore
+from elastic_train.protocol.store import Clients
 from elastic_train.world import World
+from tests.memory_store import MemoryStore
 from tests.unit.test_world import member
 
 PLACE = ("10.0.0.9", 29400)

@@ -27,8 +27,9 @@ from elastic_train.protocol.join_queue import (
 )
 from elastic_train.protocol.launcher import Launcher
 from elastic_train.protocol.probes import Probe
-from elastic_train.protocol.store import Clients, MemoryStore
+from elastic_train.protocol.store import Clients
 from elastic_train.world import Address, Member
+from tests.memory_store import MemoryStore
 
 
 def member(node: str, local_rank: int = 0, newest: tuple[int, int] | None = None) -> Member:

@@ -9,8 +9,9 @@ from elastic_train.protocol import known_worlds
 from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.ballots import Ballots
 from elastic_train.protocol.known_worlds import DELETED_AT_ONCE, KnownWorlds, OldKeys, outdated
-from elastic_train.protocol.store import Clients, MemoryStore
+from elastic_train.protocol.store import Clients
 from elastic_train.world import World
+from tests.memory_store import MemoryStore
 from tests.unit.test_world import member
 
 PARTS = ("present", "next", "register", "left/1")
