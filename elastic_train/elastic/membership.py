@@ -207,6 +207,7 @@ class Membership:
             job, watcher, surroundings, check=check, log=log, begin_timeout=begin_timeout, too_late=too_late
         )
         self.side = OwnSide(other_sides, job.facts.known)
+        job.holds_state = lambda: self.side.progress() is not None
         self.joins = Joins(
             job, surroundings, uid=uid, max_nodes=max_nodes, answering=answering, form=form,
             is_superseded=self.side.is_superseded,
@@ -288,8 +289,7 @@ class Membership:
         watcher.announce_broken(is_by_vote=is_by_vote)
         watcher.leave()
         self.side.require_no_better()
-        has_state = self.side.progress() is not None
-        decision = self.survivors.decide(world, has_formed=has_formed, has_state=has_state, started=started)
+        decision = self.survivors.decide(world, has_formed=has_formed, started=started)
         if decision is None:
             self._enter(world, {}, None)  # discards what was reported of its end
             return world, Change()

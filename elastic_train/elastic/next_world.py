@@ -183,21 +183,20 @@ class Survivors:
         """Announce that the job cannot go on: a member that agrees on another world reads this and ends."""
         self._job.announcements.announce(world, "fatal", why)
 
-    def decide(self, world: World, *, has_formed: bool, has_state: bool, started: float) -> Decision | None:
+    def decide(self, world: World, *, has_formed: bool, started: float) -> Decision | None:
         """Return the successor of `world`; None where this spare had lost contact with members that still train. Blocks
         like `Membership.next_world`, with its `has_formed`; `started` is when that began.
-        `has_state`: whether this worker has the run's state.
 
         Raises:
             LeftOut, Superseded, Stopped, FormationFailed, StoreUnreachable: as `Membership.next_world`; JobFailed.
         """
-        found = self._agree(world, has_formed, has_state, started)
+        found = self._agree(world, has_formed, started)
         fatal = self._job.heard(world, "fatal")  # the member that ended the job may be among its dead
         if fatal is not None:
             raise JobFailed(fatal)
         return found
 
-    def _agree(self, world: World, has_formed: bool, has_state: bool, started: float) -> Decision | None:
+    def _agree(self, world: World, has_formed: bool, started: float) -> Decision | None:
         limit = 3 * self._limits.peer_timeout + 2 * self._watcher.pace.slowest_step
         if world.is_spare:  # it does not know how long a step takes; those that train give up a member first
             limit *= 10
@@ -211,7 +210,7 @@ class Survivors:
         def is_early() -> bool:
             return self._is_before(early_until)
 
-        agreement = self._agreement(world, has_formed, has_state, has_run_out, is_early)
+        agreement = self._agreement(world, has_formed, has_run_out, is_early)
         lacking: Lacking | None = None
         # Where some members did not come and none was lost, they may have gone on before this one came.
         is_late = not has_formed and self._watcher.reason is None
@@ -239,7 +238,7 @@ class Survivors:
                 self._require_no_better()
                 counted_from = now
                 self._watcher.forgive()
-                agreement = self._agreement(world, has_formed, has_state, has_run_out, is_early)
+                agreement = self._agreement(world, has_formed, has_run_out, is_early)
             agreement.asks_others = bool(found.votes) or now >= next_ask
             if now >= next_ask:
                 next_ask = now + len(world.members) * ASK_AGAIN_SECONDS
@@ -259,9 +258,8 @@ class Survivors:
         return self._around.monotonic() < time
 
     def _agreement(
-        self, world: World, has_formed: bool, has_state: bool,
-        has_run_out: Callable[[float], bool], is_early: Callable[[], bool],
-    ) -> Agreement:  # fmt: skip
+        self, world: World, has_formed: bool, has_run_out: Callable[[float], bool], is_early: Callable[[], bool]
+    ) -> Agreement:
         watcher, contacts = self._watcher, self._watcher.contacts
         is_anybody_known_dead = bool(watcher.verdicts) or any(map(contacts.is_refused, world.members))
         unreachable = contacts.lost_neighbours(world)
@@ -285,7 +283,6 @@ class Survivors:
             newcomers=lambda: self._newcomers(world),
             facts=self._job.facts.known,
             draw_uid=self._around.draw_uid,
-            has_state=has_state,
             witnesses=lambda rank: contacts.witnesses(world, rank) if self._is_before(proven_by) else (),
             is_early=is_early,
             reach=self._around.reach,

@@ -154,7 +154,6 @@ class Agreement:
 
     Args:
         presence: the first report of this member.
-        has_state: whether this member has the run's state.
         contacts: of this member, in `world`. A member that was not heard just now is not asked: that would only block.
         status: returns the liveness status of an old member.
         newcomers: called each time that this member proposes; returns the newcomers to admit.
@@ -175,14 +174,12 @@ class Agreement:
         newcomers: Callable[[], Sequence[Member]],
         facts: Mapping[str, str],
         draw_uid: Callable[[], str],
-        has_state: bool,
         witnesses: Callable[[int], Collection[int]] = lambda _rank: (),
         is_early: Callable[[], bool] = lambda: False,
         reach: Reach = lambda _point, _world: None,
     ) -> None:
         self._job, self._world, self._mine, self._contacts = job, world, presence, contacts
         self._status, self._newcomers, self._facts, self._draw_uid = status, newcomers, facts, draw_uid
-        self._has_state = has_state
         self._witnesses, self._reach, self._is_early = witnesses, reach, is_early
         self._present: dict[int, Presence] = {world.rank: presence}
         self._is_announced = False
@@ -305,7 +302,7 @@ class Agreement:
         self._reach("proposed", world)
         outcome = job.decide(
             world, decision.to_json(), [world.rank, *reachable],
-            dead=frozenset(gone), ended=ended, answering=answering, has_state=self._has_state,
+            dead=frozenset(gone), ended=ended, answering=answering,
         )  # fmt: skip
         if isinstance(outcome, Denied):
             self.asks_others = bool(outcome.votes)

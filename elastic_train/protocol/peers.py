@@ -165,6 +165,7 @@ class PeerJob:
         self._ballots = Ballots(known, self.place, elsewhere, self.facts.known)
         branch_off = BranchOff(self._ballots, known, self.place, peer_timeout=peer_timeout, clock=clock)
         self._decide = branch_off.decide if goes_on else self._ballots.decide
+        self.holds_state: Callable[[], bool] = lambda: False  # the membership sets it: its side knows
         self._is_host_meanwhile = False
         """whether this member hosts the join queue while there is no rank 0"""
         self._invited: tuple[Member, ...] = ()
@@ -290,7 +291,7 @@ class PeerJob:
 
     def decide(
         self, world: World, proposal: str, reachable: Sequence[int], *, dead: frozenset[str] = frozenset(),
-        ended: frozenset[str] = frozenset(), answering: frozenset[str] = frozenset(), has_state: bool = False,
+        ended: frozenset[str] = frozenset(), answering: frozenset[str] = frozenset(),
     ) -> str | Denied:  # fmt: skip
         """Make the proposal, or an earlier accepted one, the successor of `world`.
 
@@ -299,9 +300,8 @@ class PeerJob:
             dead: uids of members of `world` that are proven dead in time or have left.
             ended: the result of `ended_holders`.
             answering: uids of members that answer pings, whether they take part or not.
-            has_state: whether this member has the run's state.
         """
-        voters, own_state = self._known.voters_without(dead), frozenset({world.me.uid} if has_state else ())
+        voters, own_state = self._known.voters_without(dead), frozenset({world.me.uid} if self.holds_state() else ())
         return self._decide(Round(self._clients, world, voters, proposal, reachable, dead, answering, ended, own_state))
 
     def release(self, world: World, decision: Decision) -> None:

@@ -78,7 +78,6 @@ def agreement(
         newcomers=lambda: newcomers,
         facts={"token": "t"},
         draw_uid=form.draw_uid,
-        has_state=False,
         reach=reach,
         is_early=is_early,
     )
@@ -404,7 +403,8 @@ def test_a_claim_hands_the_job_to_no_world_without_the_state(tmp_path: Path) -> 
         jobs[0].place.note(voters.world, is_shared=True)
     jobs[0].facts.known["job_token"] = "token"
     proposals = [Decision(9, "after", ranks).to_json() for ranks in ((newcomer[1].rank,), (0, newcomer[1].rank))]
-    [without, within] = [partial(jobs[0].decide, worlds[0], one, [0], has_state=True) for one in proposals]
+    jobs[0].holds_state = lambda: True
+    [without, within] = [partial(jobs[0].decide, worlds[0], one, [0]) for one in proposals]
     without()  # from now on its claim would be enough
     form.clock.now += 2 * PEER_TIMEOUT
     assert isinstance(without(), Denied)

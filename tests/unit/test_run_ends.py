@@ -91,4 +91,4 @@ def test_who_hears_of_such_an_error_while_the_others_decide_ends_with_it(monkeyp
     )
     monkeypatch.setattr(survivors, "_agree", lambda *_arguments: None)
     with pytest.raises(JobFailed, match=re.escape("no parallel()")):
-        survivors.decide(nothing, has_formed=True, has_state=True, started=0.0)
+        survivors.decide(nothing, has_formed=True, started=0.0)
