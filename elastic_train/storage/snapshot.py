@@ -340,24 +340,14 @@ def _compare(info: SnapshotInfo, found: SnapshotFile) -> None:
         )
 
 
-def newest_whole(
-    directory: SnapshotFolder,
-    *,
-    map_location: str | torch.device | None = "cpu",
-    warn: Callable[[str], None],
-    key: bytes | None = None,
-) -> tuple[SnapshotInfo, dict[str, Any]] | None:
-    """Load the newest snapshot whose state file verifies. Warns of each damaged one and tries the next older one.
-
-    Raises:
-        SnapshotError: the directory cannot be listed; or as `load_state`.
-    """
-    return first_whole(find_snapshots(directory, warn=warn, key=key), warn, map_location)
-
-
 def first_whole(
     infos: Iterable[SnapshotInfo], warn: Callable[[str], None], map_location: str | torch.device | None = "cpu"
 ) -> tuple[SnapshotInfo, dict[str, Any]] | None:
+    """Load the first of some snapshots whose state file verifies. Warns of each damaged one and tries the next.
+
+    Raises:
+        SnapshotError: as `load_state`.
+    """
     for info in infos:
         try:
             return info, load_state(info, map_location)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_train.errors import SnapshotError
-from elastic_train.storage.snapshot import SnapshotInfo, newest_whole
+from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots, first_whole
 from elastic_train.storage.snapshot_writer import SnapshotPosition, SnapshotWriter
 from elastic_train.world import host_name
 
@@ -74,9 +74,11 @@ class SnapshotStore:
         Raises:
             SnapshotError: the folder cannot be listed, or a whole snapshot was not written by this package.
         """
-        return newest_whole(
-            self.directory, map_location=map_location, warn=lambda message: warnings.warn(message, stacklevel=3)
-        )
+
+        def warn(message: str) -> None:
+            warnings.warn(message, stacklevel=4)
+
+        return first_whole(find_snapshots(self.directory, warn=warn), warn, map_location)
 
 
 def _position(step: int) -> SnapshotPosition:

@@ -159,14 +159,14 @@ def snapshot_names(run_dir: Path) -> list[str]:
 
 def newest_snapshot(run_dir: Path) -> tuple[SnapshotInfo, dict[str, Any]]:
     """The newest snapshot and its state; AssertionError unless it is whole and all others are too."""
-    from elastic_train.storage.snapshot import find_snapshots, newest_whole, verify
+    from elastic_train.storage.snapshot import find_snapshots, first_whole, verify
 
     def refuse(message: str) -> None:
         raise AssertionError(message)
 
     for info in find_snapshots(run_dir / "snapshots", warn=refuse):
         verify(info)
-    found = newest_whole(run_dir / "snapshots", warn=refuse)
+    found = first_whole(find_snapshots(run_dir / "snapshots", warn=refuse), refuse)
     assert found is not None, f"no snapshot in {run_dir}"
     return found
 

@@ -13,7 +13,7 @@ import torch
 from elastic_train.errors import ObjectStoreError, SnapshotError, StoreFault
 from elastic_train.storage.bucket import Bucket
 from elastic_train.storage.object_store import ObjectStore, Tries
-from elastic_train.storage.snapshot import find_snapshots, newest_whole
+from elastic_train.storage.snapshot import find_snapshots, first_whole
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.store_urls import parse_url
 from tests.object_stores import (
@@ -108,7 +108,7 @@ PASSING = {
 def test_what_passes_is_tried_again(name: str, writer: SnapshotWriter, proxy: Proxy, bucket: Bucket) -> None:
     proxy.fault = of_parts(first(2, PASSING[name]))
     save(writer, 2)
-    found = newest_whole(bucket, warn=pytest.fail)
+    found = first_whole(find_snapshots(bucket, warn=pytest.fail), pytest.fail)
     assert found is not None
     assert found[0].step == 2
 
@@ -201,12 +201,12 @@ def test_reading_goes_on_after_faults(writer: SnapshotWriter, proxy: Proxy, buck
         return True
 
     proxy.fault = first(2, cut_answer)
-    found = newest_whole(bucket, warn=pytest.fail)
+    found = first_whole(find_snapshots(bucket, warn=pytest.fail), pytest.fail)
     assert found is not None
     assert found[0].step == 1
     proxy.fault = cut_answer
     with pytest.raises(ObjectStoreError) as raised:
-        newest_whole(bucket, warn=pytest.fail)
+        first_whole(find_snapshots(bucket, warn=pytest.fail), pytest.fail)
     assert raised.value.fault is StoreFault.TRANSIENT, "no older one is taken because a line is bad"
 
 

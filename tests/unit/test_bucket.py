@@ -31,7 +31,7 @@ from elastic_train.storage.snapshot import (
     SnapshotInfo,
     SnapshotResult,
     find_snapshots,
-    newest_whole,
+    first_whole,
     open_verified,
     verify,
 )
@@ -112,7 +112,8 @@ def save(writer: SnapshotWriter, step: int, generation: int = 0) -> SnapshotResu
 
 
 def newest(bucket: Bucket, warnings: list[str] | None = None) -> int | None:
-    found = newest_whole(bucket, warn=[].append if warnings is None else warnings.append)
+    warn = [].append if warnings is None else warnings.append
+    found = first_whole(find_snapshots(bucket, warn=warn), warn)
     if found is None:
         return None
     assert torch.equal(found[1]["model"]["w"], state_of(found[0].step)["model"]["w"])

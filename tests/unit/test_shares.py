@@ -30,7 +30,7 @@ from elastic_train.storage.shares import (
     silence_limit,
     taken_over,
 )
-from elastic_train.storage.snapshot import find_snapshots, newest_whole
+from elastic_train.storage.snapshot import find_snapshots, first_whole
 from elastic_train.storage.state_bytes import read_state
 from elastic_train.storage.store_arms import MemoryArm
 from elastic_train.storage.store_urls import parse_url
@@ -141,7 +141,7 @@ def body_of(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def require_whole(bucket: Bucket, step: int) -> None:
-    found = newest_whole(bucket, warn=pytest.fail)
+    found = first_whole(find_snapshots(bucket, warn=pytest.fail), pytest.fail)
     assert found is not None
     info, state = found
     assert info.step == step

@@ -36,8 +36,8 @@ from elastic_train.storage.run_directory import RunDirectory
 from elastic_train.storage.snapshot import (
     SnapshotResult,
     find_snapshots,
+    first_whole,
     load_state,
-    newest_whole,
     read_info,
     verify,
 )
@@ -307,7 +307,7 @@ def test_a_directory_without_snapshots(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
     (tmp_path / ".tmp-step-000000000001-gen-0000-b-1").mkdir()
     (tmp_path / "step-1").mkdir()
-    assert newest_whole(tmp_path, warn=no_warning) is None
+    assert first_whole(find_snapshots(tmp_path, warn=no_warning), no_warning) is None
     with pytest.raises(SnapshotError, match="cannot be listed"):
         find_snapshots(tmp_path / "notes.txt", warn=no_warning)
 
@@ -339,7 +339,7 @@ def test_the_one_before_a_damaged_one_is_taken(tmp_path: Path, what: str) -> Non
     newest = [save(writer, step) for step in (1, 2, 3)][-1].path
     DAMAGES[what](newest)
     warnings: list[str] = []
-    found = newest_whole(tmp_path, warn=warnings.append)
+    found = first_whole(find_snapshots(tmp_path, warn=warnings.append), warnings.append)
     assert found is not None
     assert found[0].step == 2
     [warning] = warnings
