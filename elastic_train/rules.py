@@ -145,15 +145,15 @@ def agreeing(members: Sequence[Member], reference: Mapping[str, Any]) -> tuple[d
     return common, tuple(found)
 
 
-def require_agreement(ours: Mapping[str, Any], theirs: Mapping[str, Any], their_name: str) -> None:
-    """Raise Refused at the first entry that differs, naming both values."""
+def require_agreement(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raise Refused at the first entry that differs from the run's, naming both values."""
     found = disagreement(ours, theirs)
     if found is not None:
         name, our_value, their_value = found
         words = LENGTHS.get(name, "{name} is {ours!r} here and {theirs!r}")
         differs = words.format(name=name, ours=our_value, theirs=their_value)
         raise Refused(
-            f"{differs} on {their_name}: this worker is refused; "
+            f"{differs} on the run: this worker is refused; "
             "give all members the same, or another job --rdzv-id, --rdzv-endpoint and --run-dir of its own"
         )
 

@@ -251,7 +251,7 @@ class Membership:
         def look() -> None:
             reference = self.published("agreement")
             if reference is not None:
-                require_agreement(me.agreement, json.loads(reference), "the run")
+                require_agreement(me.agreement, json.loads(reference))
             if self.side.may_branch and (said := self.job.facts.host_says(POSITION)) is not None:
                 require(from_json(Position, said))
             self.joins.consider_invitation()

@@ -96,11 +96,6 @@ class Reporter:
             self.ledger.close()  # until its next line
 
     @property
-    def world(self) -> World | None:
-        """The world in which this worker trains or is a spare; None in between."""
-        return self._world
-
-    @property
     def is_reporter(self) -> bool:
         return self._world is None or self._world.rank == 0
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any
 
 from elastic_train.system import pid_namespace, process_stat
 
@@ -194,13 +194,6 @@ def process_start_ticks() -> int | None:
     return int(ticks) if ticks else None
 
 
-class ProcessIdentity(TypedDict):
-    """Fields of a file that identify a process among all others, with host and pid; see status_files.py."""
-
-    started_ticks: int | None
-    pid_namespace: str
-
-
-def process_identity() -> ProcessIdentity:
-    """The identity of this process."""
+def process_identity() -> dict[str, Any]:
+    """Fields of a file that identify this process among all others, with host and pid; see status_files.py."""
     return {"started_ticks": process_start_ticks(), "pid_namespace": pid_namespace()}

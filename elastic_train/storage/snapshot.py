@@ -102,7 +102,6 @@ class SnapshotResult:
 
     path: SnapshotPlace
     step: int
-    generation: int
     bytes: int
     """Size of the state file."""
     stall_seconds: float

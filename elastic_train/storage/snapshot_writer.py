@@ -240,7 +240,6 @@ class SnapshotWriter:
         return SnapshotResult(
             path=place,
             step=step,
-            generation=position["generation"],
             bytes=written.bytes,
             stall_seconds=total_seconds if stall_seconds is None else stall_seconds,
             total_seconds=total_seconds,

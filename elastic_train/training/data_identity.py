@@ -100,7 +100,7 @@ def _lists(dataset: Any, depth: int) -> Iterator[list[Any]]:
     for _, value in sorted(getattr(dataset, "__dict__", {}).items()):
         is_array = isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 1
         if (is_array or isinstance(value, list | tuple)) and len(value) == length:
-            places = spread(length, NUM_ENTRIES)
+            places = spread(length)
             entries = value[places].tolist() if is_array else [value[place] for place in places]
             if all(map(_is_plain, entries)):
                 yield _below_common(entries)
@@ -109,10 +109,10 @@ def _lists(dataset: Any, depth: int) -> Iterator[list[Any]]:
                 yield from _lists(inner, depth - 1)
 
 
-def spread(length: int, most: int) -> list[int]:
-    """Return at most `most` places of a list, spread evenly from its first to its last; ascending."""
-    most = min(most, length)
-    return [number * (length - 1) // max(most - 1, 1) for number in range(most)]
+def spread(length: int) -> list[int]:
+    """Return at most NUM_ENTRIES places of a list, spread evenly from its first to its last; ascending."""
+    number = min(NUM_ENTRIES, length)
+    return [place * (length - 1) // max(number - 1, 1) for place in range(number)]
 
 
 def _is_plain(entry: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -15,6 +15,7 @@ from elastic_train.errors import UsageError
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.optimizers import parameters_beside, parameters_of, parts_of
 from elastic_train.training.ordered_buffers import SavedShapes, made_with_nan, make_writable
+from elastic_train.training.tasks import tensors_in
 from elastic_train.wording import count
 
 Buffers = dict[str, torch.Tensor | None]
@@ -189,8 +190,8 @@ class KeptUpdates:
 
     def has_saved(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the state of `optimizer` is saved with the state's optimizers."""
-        saved = {id(tensor) for one in self.optimizers for tensor in _tensors_in(self.state_of(one))}
-        return saved.issuperset(map(id, _tensors_in(optimizer.state)))
+        saved = {id(tensor) for one in self.optimizers for tensor in tensors_in(self.state_of(one))}
+        return saved.issuperset(map(id, tensors_in(optimizer.state)))
 
     def state_of(self, part: Any) -> dict[str, Any]:
         """Return `part.state_dict()`. For an optimizer made of others, add the states of those that neither it nor
@@ -199,9 +200,9 @@ class KeptUpdates:
         parts = parts_of(part) if isinstance(part, torch.optim.Optimizer) else {}
         if not parts:
             return state
-        has = set(map(id, _tensors_in(state)))
+        has = set(map(id, tensors_in(state)))
         held = {name: one.state_dict() for name, one in parts.items() if all(one is not it for it in self.optimizers)}
-        held = {name: one for name, one in held.items() if has.isdisjoint(map(id, _tensors_in(one.get("state", {}))))}
+        held = {name: one for name, one in held.items() if has.isdisjoint(map(id, tensors_in(one.get("state", {}))))}
         return {**state, PARTS: held}
 
     def require_groups(self) -> None:
@@ -339,14 +340,6 @@ def scalers_in(parts: Iterable[Any]) -> list[torch.amp.GradScaler]:
     held = (one for part in parts for one in (part, *getattr(part, "__dict__", {}).values()))
     found = (one for one in held if isinstance(one, torch.amp.GradScaler) and one.is_enabled())
     return list({id(one): one for one in found}.values())
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for entry in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(entry)
 
 
 def _copy(value: Any, last: Any) -> Any:

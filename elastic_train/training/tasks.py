@@ -155,7 +155,7 @@ class Task:
 
     def num_samples(self, batch: Any) -> int:
         """Return the number of samples in a batch. The default is the length of its first tensor."""
-        for tensor in _tensors(batch):
+        for tensor in tensors_in(batch):
             return len(tensor)
         raise TypeError(
             f"{type(self).__name__}: no tensor in a batch of type {type(batch).__name__}; define num_samples(batch)"
@@ -352,15 +352,13 @@ def _defaults(optimizer: str, lr: float) -> OptimizerDefaults:
     return {"optimizer": optimizer, "lr": lr, "momentum": 0.9, "weight_decay": weight_decay, "schedule": "cosine"}
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        for value in batch:
-            yield from _tensors(value)
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch, or of an optimizer's state, within any dicts, tuples and lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(entry)
 
 
 def mapped(batch: Any, function: Callable[[Any], Any]) -> Any:

@@ -53,7 +53,7 @@ def told(ours: Dataset[Any], theirs: Dataset[Any]) -> str:
         for data in (ours, theirs)
     )
     with pytest.raises(Refused) as raised:
-        require_agreement(one, other, "the run")
+        require_agreement(one, other)
     return str(raised.value)
 
 
@@ -73,8 +73,8 @@ def test_nodes_with_and_without_loader_processes_train_together() -> None:
     )
     assert ITEMS in reading
     assert ITEMS not in not_reading
-    require_agreement(reading, not_reading, "the run")
-    require_agreement(not_reading, reading, "the run")
+    require_agreement(reading, not_reading)
+    require_agreement(not_reading, reading)
 
 
 def test_millions_of_names_are_not_walked_through() -> None:
@@ -207,7 +207,7 @@ def test_code_is_the_file_that_it_stands_in() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 2, 63, 64, 65, 1999, 10**6])
 def test_places_are_spread_from_the_first_to_the_last(length: int) -> None:
-    places = spread(length, 64)
+    places = spread(length)
     assert len(set(places)) == len(places) == min(length, 64)
     assert places == sorted(places)
     assert length == 0 or (places[0], places[-1]) == (0, length - 1)

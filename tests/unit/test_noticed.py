@@ -123,7 +123,7 @@ def test_a_snapshot_that_does_not_fit_a_notice_is_told_once(
     noticed = Noticed(worker)
     try:
         for step in (100, 200):
-            noticed.judge(SnapshotResult(tmp_path, step, 0, 1_200_000_000, 0.1, seconds), num_nodes)
+            noticed.judge(SnapshotResult(tmp_path, step, 1_200_000_000, 0.1, seconds), num_nodes)
     finally:
         noticed.close()
         signal.signal(signal.SIGUSR1, before)
@@ -145,7 +145,7 @@ def test_what_auto_has_found_is_what_a_snapshot_is_to_fit(tmp_path: Path, monkey
         noticed = Noticed(worker)
         try:
             wait_until(lambda: bool(server.asked[1:]), "the first question", 20.0)
-            noticed.judge(SnapshotResult(tmp_path, 100, 0, 1_200_000_000, 0.1, 50.0), 1)
+            noticed.judge(SnapshotResult(tmp_path, 100, 1_200_000_000, 0.1, 50.0), 1)
         finally:
             noticed.close()
     assert [text for text in told if "a notice of gcp leaves 30 s, less than that" in text] == told != []

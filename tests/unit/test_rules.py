@@ -196,9 +196,9 @@ def test_disagreement_is_symmetric(ours: dict[str, int], theirs: dict[str, int])
 
 
 def test_a_misfit_is_refused_by_name() -> None:
-    require_agreement({"seed": 1}, {"seed": 1}, "rank 0")
-    with pytest.raises(Refused, match=r"seed is 1 here and 2 on rank 0"):
-        require_agreement({"seed": 1}, {"seed": 2}, "rank 0")
+    require_agreement({"seed": 1}, {"seed": 1})
+    with pytest.raises(Refused, match=r"seed is 1 here and 2 on the run"):
+        require_agreement({"seed": 1}, {"seed": 2})
 
 
 # --- who keeps the others waiting -------------------------------------------------------------------------------------

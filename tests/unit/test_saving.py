@@ -427,7 +427,7 @@ def test_the_last_state_does_not_wait_for_the_one_in_flight(
     monkeypatch.setattr(StopSignal, "seconds_left", lambda _stop: left)
     saver.writer()
     if took is not None:
-        saver.newest = SnapshotResult(Path("nowhere"), 1, 0, 1, took, took, ())
+        saver.newest = SnapshotResult(Path("nowhere"), 1, 1, took, took, ())
     save_together(worker, saver, training.world, lambda: False)
     assert calls == (["given up"] if is_given_up else [])
     assert [info.step for info in find_snapshots(worker.bucket, warn=pytest.fail)] == [1]

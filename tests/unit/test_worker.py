@@ -229,10 +229,10 @@ def test_members_agree_on_the_key_and_do_not_tell_it(tmp_path: Path) -> None:
         return agreement_of(snapshot_key=None if key is None else tmp_path / key)
 
     key, other = "a key of 16 bytes", "another key of 16"
-    require_agreement(agreement(key), agreement(key), "the run")
+    require_agreement(agreement(key), agreement(key))
     for theirs in (None, other):
         with pytest.raises(Refused, match=r"^--snapshot-key is '[0-9a-f]{12}' here and '.*' on the run") as raised:
-            require_agreement(agreement(key), agreement(theirs), "the run")
+            require_agreement(agreement(key), agreement(theirs))
         assert "key of" not in str(raised.value)
 
 

@@ -202,7 +202,6 @@ class Crew:
         self.process = context.Process(target=run_crew, args=(first, count, most, known, theirs), daemon=True)
         self.process.start()
         theirs.close()
-        self.count = count
 
     def end(self) -> None:
         self.process.kill()
