@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from elastic_train.tools.audit.audit import audit
 from elastic_train.tools.drills.etcd_cluster import find_program
 from elastic_train.tools.drills.network import Network
+from tests.audits import audit
 from tests.deploy.tools import DEPLOY, program, programs_folder
 from tests.integration.cluster import Cluster, Node, events, last_step, result, wait_for_step, wait_until
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from elastic_train.tools.audit.audit import audit
 from elastic_train.tools.drills.etcd_cluster import find_program
 from elastic_train.tools.drills.network import Network
+from tests.audits import audit
 from tests.certificates import make_tls
 from tests.deploy.tools import DEPLOY, program, programs_folder
 from tests.integration.cluster import Cluster, free_port, result

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic_train.tools.audit.audit import Audit, CheckOutcome, audit
+from elastic_train.tools.audit.audit import Audit, CheckOutcome
 from elastic_train.tools.drills.catalogue import FAULTS
+from tests.audits import audit
 from tests.drills.small_run import (
     MEMBERS,
     START,

@@ -11,10 +11,11 @@ import pytest
 
 from elastic_train.cli import main
 from elastic_train.errors import RunDirectoryError
-from elastic_train.tools.audit.audit import CheckOutcome, audit, audit_history
+from elastic_train.tools.audit.audit import CheckOutcome, audit_history
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.lost_time import outages_of
 from elastic_train.tools.audit.report import page
+from tests.audits import audit
 from tests.drills.planting import (
     damage,
     events_of,

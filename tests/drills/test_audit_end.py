@@ -20,12 +20,13 @@ from elastic_train.storage.snapshot import SnapshotInfo, verify
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.system import process_stat
 from elastic_train.tools.audit import remains_checks
-from elastic_train.tools.audit.audit import CheckOutcome, audit, audit_history, conclude, describe
+from elastic_train.tools.audit.audit import CheckOutcome, audit_history, conclude, describe
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.node_directories import as_one_run, read_status_of
 from elastic_train.tools.audit.report import page, write_report
 from elastic_train.training.state import state_sha256
 from elastic_train.world import host_name
+from tests.audits import audit
 from tests.drills.planting import (
     damage,
     drawn,

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from elastic_train.runlog.reader import read_all
-from elastic_train.tools.audit.audit import CheckOutcome, audit
+from elastic_train.tools.audit.audit import CheckOutcome
 from elastic_train.tools.audit.history import mixed_branches, read_history
 from elastic_train.tools.audit.lost_time import lost_time
 from elastic_train.tools.audit.progress_checks import check_ledger
+from tests.audits import audit
 from tests.drills.planting import (
     drawn,
     events_of,

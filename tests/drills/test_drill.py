@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_train.tools.audit.audit import audit
 from elastic_train.tools.audit.record import read_drill
 from elastic_train.tools.drills.environment_faults import PacketLoss
 from elastic_train.tools.drills.network import Network
 from elastic_train.tools.drills.nodes import clean_environment, free_port
+from tests.audits import audit
 from tests.etcd_cluster import etcd_running
 
 

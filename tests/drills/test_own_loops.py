@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.tools.audit.audit import audit
 from elastic_train.tools.audit.record import read_drill
+from tests.audits import audit
 from tests.drills.test_drill import drill, scenario
 from tests.own_steps import COMMIT, SCRIPT
 

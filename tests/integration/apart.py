@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.storage.snapshot import find_snapshots
-from elastic_train.tools.audit.audit import Audit, audit
+from elastic_train.tools.audit.audit import Audit
 from elastic_train.tools.audit.node_directories import as_one_run
 from elastic_train.tools.audit.record import PACE_FILE, PACE_VARIABLE, set_pace
 from elastic_train.tools.drills.backends import C10d
 from elastic_train.tools.drills.network import Network
 from elastic_train.tools.drills.nodes import Node, clean_environment, dying_with_parent, wait_until
+from tests.audits import audit
 from tests.integration.cluster import events
 
 TRAIN_SECONDS = 300.0

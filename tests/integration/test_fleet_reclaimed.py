@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 
-from elastic_train.tools.audit.audit import audit
 from elastic_train.tools.audit.record import PACE_VARIABLE, set_pace
 from elastic_train.tools.drills.network import HUB_ADDRESS, Network
 from elastic_train.tools.drills.nodes import clean_environment
+from tests.audits import audit
 from tests.integration.cluster import (
     TORCHRUN,
     Cluster,

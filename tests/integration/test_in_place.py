@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic_train.tools.audit.audit import audit
+from tests.audits import audit
 from tests.integration.cluster import (
     Cluster,
     Node,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elastic_train.tools.audit.audit import audit
+from tests.audits import audit
 from tests.integration.cluster import (
     PYTHON,
     Cluster,

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from elastic_train.tools.audit.audit import audit
+from tests.audits import audit
 from tests.integration.cluster import (
     Cluster,
     Node,

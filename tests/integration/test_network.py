@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.tools.audit.audit import audit
 from elastic_train.tools.audit.record import FOLDER, Record
 from elastic_train.tools.drills.backends import PORT, C10d, Etcd3, backend_of
 from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
 from elastic_train.tools.drills.network import HUB_ADDRESS, Network
 from elastic_train.tools.drills.nodes import wait_until
+from tests.audits import audit
 from tests.cuts import cut_pair, split
 from tests.integration.apart import Apart, ending
 from tests.integration.cluster import check_ledger, events, outcomes, result, running

@@ -19,9 +19,9 @@ import pytest
 
 from elastic_train.notices.metadata import ANSWER_SECONDS, LINK_LOCAL
 from elastic_train.snapshot_interval import num_failures
-from elastic_train.tools.audit.audit import audit
 from elastic_train.tools.drills.network import Network
 from elastic_train.tools.drills.nodes import clean_environment
+from tests.audits import audit
 from tests.integration.cluster import (
     PYTHON,
     TORCHRUN,

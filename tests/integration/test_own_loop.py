@@ -14,7 +14,7 @@ import torch
 from elastic_train.config import Config
 from elastic_train.elastic import own_loop
 from elastic_train.elastic.worker import Worker
-from elastic_train.tools.audit.audit import audit
+from tests.audits import audit
 from tests.integration.cluster import (
     PYTHON,
     TORCHRUN,

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from elastic_train.tools.audit.audit import audit
+from tests.audits import audit
 from tests.integration.cluster import (
     Cluster,
     Node,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from elastic_train.cli import main
-from elastic_train.tools.audit.audit import audit
 from elastic_train.tools.drills.network import Network
 from elastic_train.tools.drills.nodes import wait_until
+from tests.audits import audit
 from tests.integration.apart import Apart, ending
 from tests.integration.cluster import events
 

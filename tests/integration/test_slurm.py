@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.tools.audit.audit import audit
 from elastic_train.tools.audit.record import PACE_VARIABLE, set_pace
 from elastic_train.tools.drills.etcd_cluster import EtcdCluster
 from elastic_train.tools.drills.network import HUB_ADDRESS
 from elastic_train.tools.drills.nodes import wait_until
 from elastic_train.tools.drills.reference import undisturbed
 from tests import slurm_cluster
+from tests.audits import audit
 from tests.deploy.tools import programs_folder
 from tests.integration.cluster import (
     check_ledger,

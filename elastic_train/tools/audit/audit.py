@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 from elastic_train.observe.bill import describe_bill
 from elastic_train.tools.audit.end_checks import check_end, check_phases, check_state, is_live
 from elastic_train.tools.audit.fault_checks import check_faults, check_incidents
 from elastic_train.tools.audit.finding import Found, Skip
-from elastic_train.tools.audit.history import History, mixed_branches, read_history
+from elastic_train.tools.audit.history import History, mixed_branches
 from elastic_train.tools.audit.lives import host_of
 from elastic_train.tools.audit.loss_checks import check_losses
 from elastic_train.tools.audit.lost_time import lost_time, span_of
@@ -102,15 +101,6 @@ class Audit:
                 "a part of it; where nodes have run directories of their own, give all of them, RUN_DIR..."
             )
         return [*notes, f"not looked at: {', '.join(self.unseen)}"] if self.unseen else notes
-
-
-def audit(run_dir: Path) -> Audit:
-    """Read a run and check it.
-
-    Raises:
-        RunDirectoryError: there is no run in it, or it cannot be read.
-    """
-    return audit_history(read_history(run_dir))
 
 
 def audit_history(history: History) -> Audit:
