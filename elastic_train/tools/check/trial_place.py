@@ -16,6 +16,26 @@ from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.store_urls import StoreUrl, is_url, parse_url
 
 
+class _Folder:
+    """A directory by the calls of an ObjectStore that a check needs, for empty files."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def require_writable(self) -> None:
+        self._path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=self._path).close()
+
+    def put(self, key: str, _nothing: bytes) -> None:
+        (self._path / key).touch()
+
+    def get(self, key: str) -> bytes | None:
+        return b"" if (self._path / key).exists() else None
+
+    def delete(self, key: str) -> None:
+        (self._path / key).unlink(missing_ok=True)
+
+
 class TrialPlace:
     """A directory, which is created if needed, as by a worker's start; or the bucket of --snapshot-dir URL."""
 
@@ -23,14 +43,10 @@ class TrialPlace:
         self.path = path.absolute() if isinstance(path, Path) else path
         self.error: str | None = None
         """why the place is not writable"""
-        self._place = self.path if isinstance(self.path, Path) else ObjectStore(self.path)
+        self._place = _Folder(self.path) if isinstance(self.path, Path) else ObjectStore(self.path)
         self._marks: list[str] = []
         with self.noting_errors():
-            if isinstance(self._place, ObjectStore):
-                self._place.require_writable()
-            else:
-                self._place.mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=self._place).close()
+            self._place.require_writable()
 
     @contextlib.contextmanager
     def noting_errors(self) -> Iterator[None]:
@@ -67,28 +83,19 @@ class TrialPlace:
             return
         mark = _mark(token, rank)
         with self.noting_errors():
-            if isinstance(self._place, ObjectStore):
-                self._place.put(mark, b"")
-            else:
-                (self._place / mark).touch()
+            self._place.put(mark, b"")
             self._marks.append(mark)
 
     def sees_mark(self, token: str, rank: int) -> bool:
-        mark = _mark(token, rank)
         if self.error is None:
             with self.noting_errors():
-                if isinstance(self._place, ObjectStore):
-                    return self._place.get(mark) is not None
-                return (self._place / mark).exists()
+                return self._place.get(_mark(token, rank)) is not None
         return False
 
     def remove_marks(self) -> None:
         with self.noting_errors():
             for mark in self._marks:
-                if isinstance(self._place, ObjectStore):
-                    self._place.delete(mark)
-                else:
-                    (self._place / mark).unlink(missing_ok=True)
+                self._place.delete(mark)
         self._marks.clear()
 
 
