@@ -15,14 +15,11 @@ from elastic_train.world import World
 
 
 @contextmanager
-def standing_in(
-    membership: Membership, world: World, *, has_group: bool = True, device: torch.device | None = None
-) -> Iterator[None]:
+def standing_in(membership: Membership, world: World, device: torch.device | None = None) -> Iterator[None]:
     """Keep `world` standing and watched inside the block. Every member enters it; blocks until all have.
 
     Args:
-        has_group: whether it has a process group, which is destroyed on the way out.
-        device: of this worker; not needed where the world's backend is gloo.
+        device: of this worker, for a process group, which is destroyed on the way out; None: it has none.
 
     Raises:
         FormationFailed: not all members came. RuntimeError: from the communication library.
@@ -31,7 +28,7 @@ def standing_in(
     watcher.expect(world)
     membership.barriers.wait_for_workers(world)
     group: AbstractContextManager[None] = nullcontext()
-    if has_group:
+    if device is not None:
         backend = common_backend(world.workers)
         make_store = partial(membership.group_store, world)
         group = process_group(world, make_store, backend, membership.sockets, device=device)

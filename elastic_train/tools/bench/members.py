@@ -133,7 +133,7 @@ class BenchMember:
         self._is_over.clear()
         with contextlib.ExitStack() as standing:
             try:
-                standing.enter_context(standing_in(membership, world, has_group=False))
+                standing.enter_context(standing_in(membership, world))
             except FormationFailed:
                 return False
             self._watcher.do(Activity.COMPUTE)

@@ -125,7 +125,7 @@ def measure(membership: Membership, world: World, shared: SharedFacts) -> Shared
     """
     backend = common_backend(world.workers)
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
-    with standing_in(membership, world, device=device):
+    with standing_in(membership, world, device):
         # The line with which DDP scripts traditionally begin; each worker prints its own.
         told = f"rank = {dist.get_rank()}, world_size = {dist.get_world_size()}, backend = {backend}"
         print(f"[{os.getpid()}] {told}", flush=True)
