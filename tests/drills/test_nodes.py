@@ -22,16 +22,9 @@ from elastic_train.tools.drills.cluster import Cluster, Place
 from elastic_train.tools.drills.environment_faults import PacketLoss, SlowLink
 from elastic_train.tools.drills.injection import Fault
 from elastic_train.tools.drills.network import HUB_ADDRESS, NAMESPACES, Network
-from elastic_train.tools.drills.nodes import (
-    Node,
-    TooSlow,
-    clean_environment,
-    inner_pid,
-    is_running,
-    kill_at_once,
-    wait_until,
-)
+from elastic_train.tools.drills.nodes import TooSlow, clean_environment, inner_pid, is_running, kill_at_once, wait_until
 from tests.cuts import cut_pair, split
+from tests.nodes import Node
 
 # An agent with a worker in a session of its own that has a child; the worker survives the agent.
 AGENT = """

@@ -15,9 +15,10 @@ from elastic_train.tools.audit.node_directories import as_one_run
 from elastic_train.tools.audit.record import PACE_FILE, PACE_VARIABLE, set_pace
 from elastic_train.tools.drills.backends import C10d
 from elastic_train.tools.drills.network import Network
-from elastic_train.tools.drills.nodes import Node, clean_environment, dying_with_parent, wait_until
+from elastic_train.tools.drills.nodes import clean_environment, dying_with_parent, wait_until
 from tests.audits import audit
 from tests.integration.cluster import events
+from tests.nodes import Node
 
 TRAIN_SECONDS = 300.0
 """for the start of some nodes on a busy machine"""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_train.runlog.reader import newest_first, read_with_torn
 from elastic_train.tools.drills.nodes import (
-    Node,
     clean_environment,
     free_port,
     is_listening,
@@ -21,6 +20,7 @@ from elastic_train.tools.drills.nodes import (
     kill_at_once,
     wait_until,
 )
+from tests.nodes import Node
 
 if TYPE_CHECKING:
     from elastic_train.storage.snapshot import SnapshotInfo

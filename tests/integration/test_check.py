@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from elastic_train.tools.drills.network import Network
-from elastic_train.tools.drills.nodes import Node, clean_environment, wait_until
+from elastic_train.tools.drills.nodes import clean_environment, wait_until
 from tests.cuts import cut_pair
 from tests.etcd_cluster import OwnEtcd
 from tests.integration.cluster import PYTHON, TORCHRUN, Cluster, free_port
+from tests.nodes import Node
 
 pytestmark = pytest.mark.timeout(900)
 PATIENCE = 600.0

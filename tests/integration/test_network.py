@@ -140,8 +140,8 @@ def ended(cluster: Cluster, place: Place) -> bool:
 def finish(cluster: Cluster) -> None:
     """Stop everybody politely; what is left must pass the audit, and no committed step may be lost."""
     for place in cluster.running:
-        assert place.node is not None
-        place.node.signal(15)
+        if place.node is not None and (agent := place.node.agent()) is not None:
+            agent.send_signal(15)
     wait_until(lambda: all(ended(cluster, place) for place in cluster.places), "end of all nodes", 60)
     found = audit(cluster.run_dir)
     assert found.passed, "\n".join(found.reasons)
