@@ -11,8 +11,8 @@ import torch
 
 from elastic_train.errors import ElasticTrainError, SnapshotError
 from elastic_train.tools.audit.history import read_history
-from elastic_train.tools.bench import snapshot_cost
-from elastic_train.tools.bench.goodput_of_trace import NUM_NODES, Restarts, Torchft, Trace
+from elastic_train.tools.bench import goodput_of_trace, snapshot_cost
+from elastic_train.tools.bench.goodput_of_trace import NUM_NODES, Restarts, Torchft
 from elastic_train.tools.bench.goodput_of_trace import measure as measure_goodput
 from elastic_train.tools.bench.loop_speed import Effort, Launched, LoopCase, lower_bound, measure
 from elastic_train.tools.bench.loop_speed import rows_of as rows_of_loops
@@ -139,12 +139,15 @@ def test_the_phases_of_a_join(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["etcd3", "c10d", "restarts", "torchft"])
-def test_every_contender_goes_on_after_a_death_and_with_a_newcomer(kind: str, tmp_path: Path) -> None:
+def test_every_contender_goes_on_after_a_death_and_with_a_newcomer(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if kind == "torchft":
         pytest.importorskip("torchft")
     run_dir = tmp_path / "run"
     backend = RIVALS[kind](tmp_path / "log") if kind in RIVALS else backend_of(kind, None)
-    found = measure_goodput(backend, run_dir, Trace(seconds=40.0, every=40.0))
+    monkeypatch.setattr(goodput_of_trace, "EVERY_SECONDS", 40.0)
+    found = measure_goodput(backend, run_dir, num_deaths=1)
     assert 0.0 < found < 1.05
     history = read_history(run_dir)
     sizes = [step.world_size for step in history.kept]

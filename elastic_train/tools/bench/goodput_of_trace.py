@@ -46,6 +46,10 @@ SEED = 1
 NUM_NODES = 3
 SECONDS_PER_SAMPLE = 0.0023
 """about twenty steps per second with three nodes"""
+EVERY_SECONDS = 20.0
+"""from one death to the next"""
+QUICK, THOROUGH = 1, 6
+"""deaths"""
 BACK_AFTER = 5.0
 """seconds from a death to the start of the node that replaces it"""
 START_SECONDS = 120.0
@@ -56,25 +60,12 @@ RIVALS = "elastic_train.tools.bench.rivals"
 
 
 @dataclass(frozen=True)
-class Trace:
-    """The deaths of nodes in a job."""
-
-    seconds: float
-    every: float
-    """seconds, from one death to the next"""
-
-
-@dataclass(frozen=True)
 class Quiet:
     """A time, in Unix seconds, in which no node of a world of this size starts or dies."""
 
     size: int
     since: float
     until: float
-
-
-THOROUGH = Trace(120.0, 20.0)
-QUICK = Trace(20.0, 20.0)
 
 
 class Restarts(C10d):
@@ -131,10 +122,10 @@ def run(quick: bool) -> dict[str, Any]:
     return table.report("goodput", measure_all(QUICK if quick else THOROUGH, with_rivals=not quick))
 
 
-def measure_all(trace: Trace, with_rivals: bool) -> list[BenchRow]:
+def measure_all(num_deaths: int, with_rivals: bool) -> list[BenchRow]:
     with tempfile.TemporaryDirectory(prefix="elastic-train-bench-") as scratch:
         folder = Path(scratch)
-        ours = {name: measure(backend_of(name, None), folder / name, trace) for name in (C10d.name, Etcd3.name)}
+        ours = {name: measure(backend_of(name, None), folder / name, num_deaths) for name in (C10d.name, Etcd3.name)}
         rows = [row(name, found, "the limit", LIMIT) for name, found in ours.items()]
         if not with_rivals:
             return rows
@@ -144,7 +135,7 @@ def measure_all(trace: Trace, with_rivals: bool) -> list[BenchRow]:
         else:
             print("torchft is not installed (pip install 'elastic_train[bench]'): without its rows", file=sys.stderr)
         for rival in rivals:
-            theirs = measure(rival, folder / rival.name, trace)
+            theirs = measure(rival, folder / rival.name, num_deaths)
             rows += [row(name, found, rival.name, theirs) for name, found in ours.items()]
         return rows
 
@@ -153,14 +144,14 @@ def row(name: str, ours: float, rival: str, theirs: float) -> BenchRow:
     return BenchRow.of_rates(f"{name} beside {rival}", [ours], [theirs], "goodput")
 
 
-def measure(backend: C10d | Etcd3, run_dir: Path, trace: Trace) -> float:
+def measure(backend: C10d | Etcd3, run_dir: Path, num_deaths: int) -> float:
     """Run a job, ours or a rival's, and return its goodput: 1.0 is the undisturbed job at the world sizes that were
-    present. Blocks for the trace and the start of its nodes.
+    present. Blocks for EVERY_SECONDS for each death, and for the start of its nodes.
 
     Raises:
         TooSlow: the nodes never train together.
     """
-    chance = random.Random(SEED)
+    chance, seconds = random.Random(SEED), num_deaths * EVERY_SECONDS
     program, flags = BUNDLED_PROGRAM, ["--task", BUNDLED_TASK, *ENDLESS]
     if isinstance(backend, Restarts | Torchft):
         program, flags = backend.program, []
@@ -178,8 +169,8 @@ def measure(backend: C10d | Etcd3, run_dir: Path, trace: Trace) -> float:
             quiet.append(Quiet(size, time.time(), time.time() + UNDISTURBED_SECONDS))
             time.sleep(UNDISTURBED_SECONDS)
         began = time.time()
-        for cycle in range(round(trace.seconds / trace.every)):
-            killed_at = began + cycle * trace.every
+        for cycle in range(num_deaths):
+            killed_at = began + cycle * EVERY_SECONDS
             back_at = killed_at + BACK_AFTER
             sleep_until(killed_at)
             report_ends(cluster)
@@ -188,15 +179,15 @@ def measure(backend: C10d | Etcd3, run_dir: Path, trace: Trace) -> float:
             quiet.append(Quiet(NUM_NODES - 1, killed_at, back_at))
             sleep_until(back_at)
             cluster.start(victim)
-            quiet.append(Quiet(NUM_NODES, back_at, killed_at + trace.every))  # full size: the victim has joined
-        sleep_until(began + trace.seconds)
+            quiet.append(Quiet(NUM_NODES, back_at, killed_at + EVERY_SECONDS))  # full size: the victim has joined
+        sleep_until(began + seconds)
         report_ends(cluster)
         cluster.kill(cluster.places)  # one after the other they would make further worlds
     history = read_history(run_dir)
-    kept = [step for step in history.kept if began < step.time <= began + trace.seconds]
+    kept = [step for step in history.kept if began < step.time <= began + seconds]
     step_seconds = undisturbed(history.kept, quiet)
-    goodput = sum(step_seconds[step.world_size] for step in kept) / trace.seconds
-    alone = ", ".join(f"{seconds * 1e3:.1f} ms with {size}" for size, seconds in step_seconds.items())
+    goodput = sum(step_seconds[step.world_size] for step in kept) / seconds
+    alone = ", ".join(f"{of_step * 1e3:.1f} ms with {size}" for size, of_step in step_seconds.items())
     print(f"{backend.name}: {goodput:.3f}; undisturbed a step takes {alone}", file=sys.stderr, flush=True)
     return goodput
 

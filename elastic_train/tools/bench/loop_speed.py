@@ -68,13 +68,12 @@ class LoopCase:
     """images read one by one, in a loop of the user's own"""
     num_workers: int = 0
     """loader processes of each worker"""
-    epochs: int = EPOCHS
     device: Literal["cpu", "cuda"] = "cpu"
 
     def config(self, scratch: Path) -> Config:
         config = Config(
             global_batch_size=self.batch,
-            epochs=self.epochs,
+            epochs=EPOCHS,
             snapshot_every=self.snapshot_every,
             num_workers=self.num_workers,
             run_dir=scratch / str(self).replace("/", "-"),
@@ -88,7 +87,7 @@ class LoopCase:
                 model=self.model if is_bundled else config.model,
                 task=None if is_bundled else f"{SmallSynthetic.__module__}:{SmallSynthetic.__name__}",
                 micro_batch_size=-(-self.batch // self.world_size),
-                eval_every=self.epochs,
+                eval_every=EPOCHS,
                 device=self.device,
             )
         config.check()
