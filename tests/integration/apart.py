@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ class Apart:
     """The nodes of one job.
 
     Args:
-        rendezvous: torchrun's flags for it; by default those of c10d, with the addresses of all.
+        launcher: what starts a node, before its program; by default torchrun under c10d, with the addresses of all.
         num_steps: that a world must commit before the next thing happens.
         is_shared: whether they have one run directory.
     """
@@ -40,13 +39,13 @@ class Apart:
         flags: Sequence[str],
         *,
         num_steps: int,
-        rendezvous: Sequence[str] = (),
+        launcher: Sequence[str] = (),
         is_shared: bool = False,
     ) -> None:
         self.network, self.path = network, path
         self.run_dirs = [path / ("run" if is_shared else f"run{index}") for index in range(network.num_nodes)]
         self._flags, self._num_steps = flags, num_steps
-        self._rendezvous = rendezvous or C10d(network).torchrun_flags()
+        self._launcher = launcher or C10d(network).launcher(0, network.num_nodes, 1)
         self._pace_file = path / PACE_FILE
         self.nodes: dict[int, Node] = {}
 
@@ -58,10 +57,8 @@ class Apart:
         """Start these nodes, the first one of which is to begin; `last_call`: seconds that it waits for others."""
         for index in indices:
             command = [
-                sys.executable, "-m", "torch.distributed.run", *self._rendezvous,
-                f"--nnodes=1:{self.network.num_nodes}",
-                f"--rdzv-conf=last_call_timeout={last_call}", "-m", "elastic_train", "--run-dir",
-                str(self.run_dirs[index]), *self._flags,
+                *self._launcher, f"--rdzv-conf=last_call_timeout={last_call}",
+                "-m", "elastic_train", "--run-dir", str(self.run_dirs[index]), *self._flags,
             ]  # fmt: skip
             temporary = self.path / f"tmp{index}"
             temporary.mkdir(exist_ok=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elastic_train.tools.audit.record import FOLDER, Record
-from elastic_train.tools.drills.backends import PORT, C10d, Etcd3, backend_of
+from elastic_train.tools.drills.backends import PORT, C10d, Etcd3, backend_of, torchrun
 from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
 from elastic_train.tools.drills.network import HUB_ADDRESS, Network
 from elastic_train.tools.drills.nodes import wait_until
@@ -242,7 +242,8 @@ def four(network: Network, tmp_path: Path, request: pytest.FixtureRequest) -> It
     with contextlib.closing(backend):
         backend.start()
         flags = (*FLAGS, *PACED)
-        with ending(Apart(network, tmp_path, flags, num_steps=FEW_STEPS, rendezvous=backend.torchrun_flags())) as nodes:
+        launcher = backend.launcher(0, network.num_nodes, 1)
+        with ending(Apart(network, tmp_path, flags, num_steps=FEW_STEPS, launcher=launcher)) as nodes:
             nodes.set_pace(PACE)
             nodes.start(*range(4))
             nodes.train(ALL)
@@ -359,8 +360,8 @@ def test_a_newcomer_finds_the_job_after_the_first_endpoint_is_gone_for_good(tmp_
     has_directory = by == "the run directory"
     with contextlib.closing(Network(3)) as network:
         endpoint = ",".join(f"{network.address(index)}:{PORT}" for index in range(1 if has_directory else 2))
-        flags = ("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
-        given = Apart(network, tmp_path, FLAGS, num_steps=NUM_STEPS, rendezvous=flags, is_shared=has_directory)
+        launcher = torchrun("c10d", endpoint, network.num_nodes, 1)
+        given = Apart(network, tmp_path, FLAGS, num_steps=NUM_STEPS, launcher=launcher, is_shared=has_directory)
         with ending(given) as nodes:
             nodes.start(0, 1, last_call=3)
             nodes.train({0: 2, 1: 2})
