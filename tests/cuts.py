@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
+from itertools import combinations, product
 
 from elastic_train.tools.drills.network import Network
 
@@ -24,3 +25,10 @@ def split(network: Network, *groups: Sequence[int]) -> None:
             subprocess.run([*ip, "set", bridge, "up"], check=True)
         for index in group:
             network.plug_in(index, bridge)
+
+
+def split_at_the_hub(network: Network, *groups: Sequence[int]) -> None:
+    """The nodes of a group hear each other and no other node; all still reach the hub. As `cut_pair`, of many."""
+    for one, other in combinations(groups, 2):
+        for pair in product(one, other):
+            cut_pair(network, *pair)

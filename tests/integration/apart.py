@@ -67,6 +67,10 @@ class Apart:
             log = self.path / f"node{index}.log"
             self.nodes[index] = Node(command, log, self.path, env, prefix=prefix, is_wrapped=True)
 
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Of all nodes."""
+        return [line for run_dir in dict.fromkeys(self.run_dirs) for line in events(run_dir, name)]
+
     def train(self, sizes: Mapping[int, int]) -> list[dict[str, Any]]:
         """Wait until these nodes are in worlds of so many members, all of which have committed; their last `world`
         events."""
@@ -75,7 +79,7 @@ class Apart:
             worlds = [self.last_world(index) for index in sizes]
             if [len(world.get("members", ())) for world in worlds] != list(sizes.values()):
                 return None
-            lines = [line for run_dir in self.run_dirs for line in events(run_dir, "step")]
+            lines = self.events("step")
             return worlds if all(self._num_committed(world, lines) >= self._num_steps for world in worlds) else None
 
         return wait_until(found, f"worlds of {sizes} members", TRAIN_SECONDS)  # type: ignore[no-any-return]

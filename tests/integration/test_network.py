@@ -10,7 +10,8 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,9 @@ from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
 from elastic_train.tools.drills.network import HUB_ADDRESS, Network
 from elastic_train.tools.drills.nodes import wait_until
 from tests.audits import audit
-from tests.cuts import cut_pair, split
-from tests.integration.apart import Apart, ending
-from tests.integration.cluster import check_ledger, events, outcomes, result, running
+from tests.cuts import cut_pair, split, split_at_the_hub
+from tests.integration.apart import TRAIN_SECONDS, Apart, ending
+from tests.integration.cluster import check_ledger, error_lines, events, outcomes, result, running
 
 pytestmark = pytest.mark.timeout(1200)
 FLAGS = ("--ledger", "--epochs", "100000", "--eval-every", "100000", "--peer-timeout", "2", "--no-progress")
@@ -237,13 +238,17 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture(params=[C10d.name])
 def four(network: Network, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Apart]:
-    """Its nodes, each with a run directory of its own, that have trained together."""
-    backend = backend_of(request.param, network)
+    """Its nodes, that have trained together. The parameter: a backend, and perhaps flags, or that they share a run
+    directory; else each has its own."""
+    name, *more = request.param.split()
+    is_shared = more == SHARED.split()[1:]
+    backend = backend_of(name, network)
     with contextlib.closing(backend):
         backend.start()
-        flags = (*FLAGS, *PACED)
+        flags = (*FLAGS, *PACED, *(() if is_shared else more))
         launcher = backend.launcher(0, network.num_nodes, 1)
-        with ending(Apart(network, tmp_path, flags, num_steps=FEW_STEPS, launcher=launcher)) as nodes:
+        given = Apart(network, tmp_path, flags, num_steps=FEW_STEPS, launcher=launcher, is_shared=is_shared)
+        with ending(given) as nodes:
             nodes.set_pace(PACE)
             nodes.start(*range(4))
             nodes.train(ALL)
@@ -262,6 +267,8 @@ SPLITS = {
 BY_VOTES = {"2-2": 0, "1-3": 1, "3-1": 0, "2-1-1": 0}
 """the group that goes on where votes decide, if any"""
 ETCD3 = pytest.mark.parametrize("four", [Etcd3.name], indirect=True)
+SHARED = f"{C10d.name} shared"
+WAIT_SECONDS = 30
 
 
 @pytest.mark.slow
@@ -287,6 +294,26 @@ def test_of_a_split_the_group_that_reaches_etcd_goes_on(four: Apart, undisturbed
 
 @pytest.mark.slow
 @ETCD3
+@pytest.mark.parametrize("form", SPLITS)
+def test_of_a_split_whose_groups_all_reach_etcd_one_goes_on(four: Apart, undisturbed: str, form: str) -> None:
+    """The one with the votes, where there is one. The others find its claim, and come back when they hear it again."""
+    groups = groups_of(four, form)
+    split_at_the_hub(four.network, *groups)
+
+    def those_that_went_on() -> list[int]:
+        return [index for index in four.nodes if four.last_world(index)["generation"] > 0]
+
+    wait_until(those_that_went_on, "next world", TRAIN_SECONDS)
+    [inside] = [group for group in groups if set(group) & set(those_that_went_on())]
+    assert inside == (groups[BY_VOTES[form]] if form in BY_VOTES else inside)
+    outside = [index for index in four.nodes if index not in inside]
+    wait_until(lambda: all("comes back as a newcomer" in four.nodes[index].text() for index in outside), "word", 60)
+    check_that_only_these_go_on(four, inside)
+    mend(four, undisturbed)
+
+
+@pytest.mark.slow
+@ETCD3
 def test_rank_0_alone_loses_etcd_and_then_another_node_falls_silent(four: Apart, undisturbed: str) -> None:
     """The first costs the members nothing. Of the three that are left another one claims, for rank 0 as well."""
     world = four.last_world(0)
@@ -301,20 +328,52 @@ def test_rank_0_alone_loses_etcd_and_then_another_node_falls_silent(four: Apart,
 
 
 @pytest.mark.slow
-@ETCD3
+@pytest.mark.parametrize("four", [Etcd3.name, SHARED], indirect=True)
 def test_all_but_one_lose_their_power_and_come_back(four: Apart, undisturbed: str) -> None:
     """The one of the highest rank goes on by its claim; the same command brings the others back."""
-    *dead, last = four.by_rank(four.last_world(0))
-    for index in dead:
-        four.network.pull_cable(index)
-    for index in dead:
-        four.nodes[index].kill()
+    dead, last = lose_power(four)
     four.train({last: 1})
-    for index in dead:
-        four.network.heal(index)
     four.set_pace(10 * PACE)  # it must not come to the end meanwhile
-    four.start(*dead)
-    mend(four, undisturbed)
+    come_back(four, dead)
+    mend(four, undisturbed, replaced=dead)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("four", [f"{C10d.name} --wait-timeout={WAIT_SECONDS}"], indirect=True)
+def test_all_but_one_lose_their_power_and_that_one_waits_in_vain(four: Apart, undisturbed: str) -> None:
+    """It exits 1, with its last commit saved, from which the same command on all nodes goes on."""
+    dead, last = lose_power(four)
+    check_that_one_goes_on(four, [])
+    assert four.nodes[last].wait(WAIT_SECONDS + 60) == 1
+    [done] = events(four.run_dirs[last], "done")
+    assert done["outcome"] == "failed"
+    [line] = error_lines(four.nodes[last])
+    assert line.endswith(
+        f" did not answer for {WAIT_SECONDS} s (--wait-timeout), and without them this side may not go on; "
+        f"the state of step {done['step']} is saved, start all nodes again to continue"
+    )
+    assert all(four.network.host_name(index) in line for index in dead), "it names them"
+    assert done["step"] >= max(event["step"] for event in four.events("step")) - 1, "all but the step in hand"
+    come_back(four, [*dead, last])
+    mend(four, undisturbed, replaced=four.nodes)
+    assert {event["restored_step"] for event in events(four.run_dirs[last], "restore")} == {0, done["step"]}
+
+
+def lose_power(nodes: Apart) -> tuple[list[int], int]:
+    """All nodes but that of the highest rank are silent for ever; these, and that one."""
+    *dead, last = nodes.by_rank(nodes.last_world(0))
+    for index in dead:
+        nodes.network.pull_cable(index)
+    for index in dead:
+        nodes.nodes.pop(index).kill()
+    return dead, last
+
+
+def come_back(nodes: Apart, indices: list[int]) -> None:
+    """They are started again, with their power and the same command."""
+    for index in sorted(indices):
+        nodes.network.heal(index)
+    nodes.start(*sorted(indices))
 
 
 def groups_of(nodes: Apart, form: str) -> list[list[int]]:
@@ -326,21 +385,29 @@ def check_that_one_goes_on(nodes: Apart, inside: list[int]) -> None:
     """These nodes train as one world, and all others wait, with what they have saved."""
     outside = [index for index in nodes.nodes if index not in inside]
     wait_until(lambda: all(map(nodes.waits, outside)), "word of those that wait", 60)
-    before = {index: nodes.steps_of(index) for index in outside}
     wait_until(lambda: all(map(nodes.has_saved, outside)), "what they have, in case that no other is left", 60)
+    check_that_only_these_go_on(nodes, inside)
+
+
+def check_that_only_these_go_on(nodes: Apart, inside: list[int]) -> None:
+    """These nodes train as one world, and all others do not a step."""
+    outside = [index for index in nodes.nodes if index not in inside]
+    before = {index: nodes.steps_of(index) for index in outside}
     found = nodes.train(dict.fromkeys(inside, len(inside))) if inside else []
     assert {frozenset(nodes.by_rank(world)) for world in found} <= {frozenset(inside)}
     assert {index: nodes.steps_of(index) for index in outside} == before, "not a step of those that wait"
     assert {nodes.last_world(index)["generation"] for index in outside} == {0}
 
 
-def mend(nodes: Apart, state_sha256: str) -> None:
-    """All hear each other, and train together to the end."""
+def mend(nodes: Apart, state_sha256: str, replaced: Collection[int] = ()) -> None:
+    """All hear each other, and train together to the end, but for those `replaced` in the processes that they had."""
     for index in nodes.nodes:
         nodes.network.heal(index)
     nodes.train(ALL)
     nodes.set_pace(0.0)
     check_end(nodes, state_sha256)
+    started = Counter(event["host"] for event in nodes.events("start") if "was" not in event)
+    assert started == {nodes.network.host_name(index): 1 + (index in replaced) for index in nodes.nodes}
 
 
 def check_end(nodes: Apart, state_sha256: str) -> None:
@@ -348,7 +415,7 @@ def check_end(nodes: Apart, state_sha256: str) -> None:
     assert {index: node.wait(120) for index, node in nodes.nodes.items()} == dict.fromkeys(nodes.nodes, 0)
     ends = [result(nodes.run_dirs[index]) for index in nodes.nodes]
     assert {(end["step"], end["state_sha256"]) for end in ends} == {(STEPS, state_sha256)}
-    check_ledger(nodes.run_dirs, length=1437, batch=64, steps=STEPS)
+    check_ledger(list(dict.fromkeys(nodes.run_dirs)), length=1437, batch=64, steps=STEPS)
     found = nodes.audit()
     assert found.passed, "\n".join(found.reasons)
 

@@ -132,6 +132,17 @@ def test_5_who_is_alone_in_the_queue_begins(ending: str, wait_timeout: float, at
     assert at - 0.4 < began < at + 5.0, simulation.describe()
 
 
+def test_who_waits_for_silent_members_in_vain_gives_up_at_wait_timeout() -> None:
+    gone = tuple((1.0, "power_off", host) for host in range(3))
+    made = replace(directed.plan(4, *gone, recovers_at=0.0), recovers_at=None, seconds=15.0, wait_timeout=5.0)
+    simulation = Simulation(made)
+    simulation.run()
+    [failure] = simulation.failures
+    assert "h0/0/1, h1/0/2, h2/0/3 did not answer for 5 s (--wait-timeout), and without them" in failure
+    [ended] = [float(note[:8]) for note in simulation.notes if "ends: error" in note]
+    assert 8.0 < ended < 9.0, "silent for 2 s, and waited for"
+
+
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_a_newcomer_goes_on_to_the_side_that_trains(seed: int) -> None:
     """The other one waits for votes, and shows itself first."""
