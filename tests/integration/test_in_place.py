@@ -56,19 +56,20 @@ def start_after_its_host(
     env: dict[str, str] | None = None,
     step: int = 40,
 ) -> list[Node]:
-    """A world of three under c10d of which the first node, started alone, hosts the endpoint and has rank 0; it has
-    come to `step`."""
+    """A world of three, by rank, that has come to `step`. Under c10d the first one, started alone, hosts the endpoint
+    and has rank 0."""
 
     def start() -> list[Node]:
         return cluster.start(*ENDLESS, "--max-steps", str(max_steps), *flags, nnodes=nnodes, conf=conf, env=env)
 
     nodes = start()
-    wait_until(lambda: nodes[0].listens_at(cluster.port), "endpoint", 300)
+    if cluster.etcd is None:
+        wait_until(lambda: nodes[0].listens_at(cluster.port), "endpoint", 300)
     nodes += [node for _ in range(2) for node in start()]
     wait_until(lambda: last_step(cluster.run_dir) >= step, f"step {step}", 300)
     assert {e["world_size"] for e in events(cluster.run_dir, "world")} == {3}
-    assert rank_of(cluster, nodes[0]) == 0
-    return nodes
+    assert cluster.etcd is not None or rank_of(cluster, nodes[0]) == 0
+    return sorted(nodes, key=lambda node: rank_of(cluster, node))
 
 
 def rank_of(cluster: Cluster, node: Node) -> int:

@@ -20,6 +20,7 @@ from tests.integration.cluster import (
     last_step,
     outcomes,
     result,
+    running,
     wait_for_step,
     wait_until,
     worlds,
@@ -34,9 +35,9 @@ from tests.integration.test_in_place import (
     start_world,
 )
 
-PATIENCE = 120.0
+PATIENCE = 300.0
 """seconds for the start of some nodes on a busy machine"""
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1200)
 BOTH = pytest.mark.parametrize("cluster", ["c10d", pytest.param("etcd3", marks=pytest.mark.slow)], indirect=True)
 
 # Fails on the nodes that its file is told to fail on, after torchrun has started their workers.
@@ -210,15 +211,18 @@ def test_a_join_restarts_nobody(cluster: Cluster) -> None:
     stop_all(cluster, nodes)
 
 
+@BOTH
 @pytest.mark.slow
 def test_the_first_node_dies_and_comes_back(cluster: Cluster) -> None:
-    """Under c10d: it hosted the endpoint, and had rank 0. The same command finds the others."""
-    nodes = start_after_its_host(cluster, 1000000)
+    """It had rank 0, and under c10d hosted the endpoint. The same command finds the others."""
+    ordered = ("--reduction", "ordered", "--schedule", "constant")  # whatever --max-steps is
+    nodes = start_after_its_host(cluster, 1000000, *ordered)
     others = {worker.pid for node in nodes[1:] for worker in node.workers()}
     nodes[0].kill()
     world_of_size(cluster, 2, generation=1)
     wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
-    [nodes[0]] = cluster.start(*ENDLESS, "--max-steps", "1000000", nnodes="1:3", conf=cluster.last_call(60))
+    flags = (*ENDLESS, *ordered, "--max-steps", "1000000")
+    [nodes[0]] = cluster.start(*flags, nnodes="1:3", conf=cluster.last_call(60))
     world_of_size(cluster, 3, generation=2)
     wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
     assert others < {e["pid"] for e in events(cluster.run_dir, "world") if e["generation"] == 2}
@@ -226,16 +230,21 @@ def test_the_first_node_dies_and_comes_back(cluster: Cluster) -> None:
     assert worlds(cluster.run_dir) == [(0, 3), (1, 2), (2, 3)]
     stop_all(cluster, nodes)
     steps = last_step(cluster.run_dir) + 5
-    cluster.finish([cluster.start_alone(*ENDLESS, "--max-steps", str(steps))])
-    causes = [incident["cause"] for incident in check_run(cluster, steps)["incidents"]]
-    assert causes == ["peer_lost", "join", "restart"]
+    flags = (*ENDLESS, *ordered, "--max-steps", str(steps))
+    cluster.finish([cluster.start_alone(*flags)])
+    end = check_run(cluster, steps)
+    assert [incident["cause"] for incident in end["incidents"]] == ["peer_lost", "join", "restart"]
+    undisturbed = cluster.path / "undisturbed"
+    cluster.finish([cluster.start_alone(*flags, run_dir=undisturbed)])
+    assert end["state_sha256"] == result(undisturbed)["state_sha256"]
 
 
 class PacedJob:
-    """Three nodes of four, the first of which hosts the endpoint, has rank 0, and is to be struck by a fault."""
+    """Three nodes of four, the first of which has rank 0, hosts the endpoint under c10d, and is to be struck by a
+    fault."""
 
     STEPS = 250
-    FLAGS = ("--task", "elastic_train.tools.drills.task:PacedDigits", "--min-nodes", "1")
+    FLAGS = ("--task", "elastic_train.tools.drills.task:PacedDigits", "--min-nodes", "1", "--reduction", "ordered")
 
     def __init__(self, cluster: Cluster, fault: str) -> None:
         self.cluster = cluster
@@ -252,8 +261,9 @@ class PacedJob:
         [node] = self.cluster.start(*flags, nnodes="3:4", env=self._env)
         return node
 
-    def finish(self, survivors: list[Node], newcomer: Node) -> None:
-        """The fault has struck: the survivors go on in place, the newcomer gets in, and all train to the end."""
+    def finish(self, survivors: list[Node], newcomer: Node, undisturbed: str) -> None:
+        """The fault has struck: the survivors go on in place, the newcomer gets in, and all train to the end, in the
+        state of the undisturbed job."""
         run_dir, pids = self.cluster.run_dir, {node.workers()[0].pid for node in survivors}
         assert self.nodes[0].wait(PATIENCE) != 0
         assert "fault: kill-node" in self.nodes[0].text()
@@ -263,30 +273,40 @@ class PacedJob:
         self.cluster.finish([*survivors, newcomer])
         together = {e["pid"] for e in events(run_dir, "world") if e["generation"] == worlds(run_dir)[-1][0]}
         assert together > pids, "no process was replaced"
-        check_run(self.cluster, self.STEPS)
+        assert check_run(self.cluster, self.STEPS)["state_sha256"] == undisturbed
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The hash of the state to which the paced job comes in one process."""
+    with running(tmp_path_factory.mktemp("undisturbed")) as alone:
+        alone.finish([alone.start_alone(*ENDLESS, "--max-steps", str(PacedJob.STEPS), *PacedJob.FLAGS)])
+        return str(result(alone.run_dir)["state_sha256"])
+
+
+@BOTH
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "moment", ["planned:rank=0,generation=1", "formed:rank=0,generation=1", "proposed:rank=0,generation=0"]
 )
-def test_rank_0_dies_while_it_takes_a_node_in(cluster: Cluster, moment: str) -> None:
-    """Under c10d; its node hosts the endpoint."""
+def test_rank_0_dies_while_it_takes_a_node_in(cluster: Cluster, undisturbed: str, moment: str) -> None:
+    """Under c10d its node hosts the endpoint."""
     job = PacedJob(cluster, f"kill-node@{moment}")
     newcomer = job.join()
-    job.finish(job.nodes[1:], newcomer)
+    job.finish(job.nodes[1:], newcomer, undisturbed)
     assert [size for _, size in worlds(cluster.run_dir)] == [3, 2, 3]
 
 
+@BOTH
 @pytest.mark.slow
-def test_rank_0_dies_while_it_proposes_and_a_node_joins(cluster: Cluster) -> None:
-    """Under c10d; another node has just died, and the endpoint's host does too."""
+def test_rank_0_dies_while_it_proposes_and_a_node_joins(cluster: Cluster, undisturbed: str) -> None:
+    """Another node has just died; under c10d the endpoint's host does too."""
     job = PacedJob(cluster, "kill-node@proposed:rank=0,generation=0")
     newcomer = job.join()
     wait_until(lambda: newcomer.workers(), "worker of the newcomer", PATIENCE)
     victim = node_with_rank(cluster, job.nodes, 2)
     victim.kill()
-    job.finish([node for node in job.nodes[1:] if node is not victim], newcomer)
+    job.finish([node for node in job.nodes[1:] if node is not victim], newcomer, undisturbed)
 
 
 @BOTH
