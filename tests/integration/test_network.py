@@ -395,6 +395,9 @@ def check_that_only_these_go_on(nodes: Apart, inside: list[int]) -> None:
     before = {index: nodes.steps_of(index) for index in outside}
     found = nodes.train(dict.fromkeys(inside, len(inside))) if inside else []
     assert {frozenset(nodes.by_rank(world)) for world in found} <= {frozenset(inside)}
+    reached = len(nodes.events("step"))
+    wait_until(lambda: not inside or len(nodes.events("step")) >= reached + FEW_STEPS, "further steps", 60)
+    assert [nodes.last_world(index) for index in inside] == found, "nobody disturbs them"
     assert {index: nodes.steps_of(index) for index in outside} == before, "not a step of those that wait"
     assert {nodes.last_world(index)["generation"] for index in outside} == {0}
 
