@@ -109,7 +109,7 @@ def test_the_source_of_the_state_dies_while_it_sends(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("point", "rank"), [("finish", 1), ("exit", 0), ("exit", 1)])
+@pytest.mark.parametrize(("point", "rank"), [("finish", 0), ("finish", 1), ("exit", 0), ("exit", 1)])
 def test_death_after_the_last_step_does_not_hold_up_the_others(cluster: Cluster, point: str, rank: int) -> None:
     nodes = start_with_fault(cluster, f"kill-node@{point}:rank={rank},generation=0", steps=60)
     finish_but(cluster, nodes, 1)
