@@ -23,6 +23,7 @@ import threading
 import time
 import uuid
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 
@@ -44,6 +45,7 @@ from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_job import NodeLease, delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore, Listing, text_of
+from elastic_train.system import answer_of
 
 SETTLE_SECONDS = 1.0
 """how long rounds after the first wait for more nodes; the first waits for the last call"""
@@ -96,7 +98,8 @@ def exit_barrier_keys(run_id: str, round_: int) -> tuple[str, str]:
 
 
 class ExitBarrier:
-    """torchrun's exit barrier of one round, for the thread that keeps the leases.
+    """torchrun's exit barrier of one round, for the thread that keeps the leases. A frozen server answers no call, and
+    torch's have no deadline there: each is on a thread of its own.
 
     Args:
         store: of the round.
@@ -107,6 +110,7 @@ class ExitBarrier:
         self._store, self._members = store, members
         self._counter, self._flag = exit_barrier_keys(run_id, number)
         self._arrived_for: set[str] = set()
+        self._asked: Future[bool] | None = None  # by `is_begun`
 
     def arrive_for(self, dead: Collection[str]) -> None:
         """Count dead nodes as arrived, so that no agent waits 300 s for them. The next round has its own barrier."""
@@ -114,20 +118,28 @@ class ExitBarrier:
         self._arrived_for |= new
         if not new or self._members[0] in new:  # rank 0 served the barrier: its death has released all that waited
             return
-        with suppress(RuntimeError):  # the server is gone, which has released the agents that waited there
+
+        def arrive() -> None:  # an error: the server is gone, which has released the agents that waited there
             store = self._store.clone()
             if store.add(self._counter, len(new)) >= len(self._members):
                 store.set(self._flag, "everybody who lives has arrived")
 
+        answer_of(arrive, "exit-barrier")
+
     def is_begun(self, seconds: float) -> bool | None:
         """Return whether an agent has finished and waits here; None if the server is frozen or gone: then a node is
         lost, which ends the round anyway. Blocks `seconds` at most."""
-        try:
-            host, port, timeout = self._store.host, self._store.port, timedelta(seconds=seconds)
+        host, port, timeout = self._store.host, self._store.port, timedelta(seconds=seconds)
+
+        def ask() -> bool:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
             return store.add(self._counter, 0) > 0
-        except RuntimeError:
-            return None
+
+        if self._asked is None or self._asked.done():
+            self._asked = answer_of(ask, "exit-barrier")
+        with suppress(RuntimeError, TimeoutError):
+            return self._asked.result(seconds)
+        return None
 
 
 class AgentsHandler(RendezvousHandler):

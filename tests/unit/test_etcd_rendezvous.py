@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server import api as agent_api
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.utils import store as store_util
 
 from elastic_train.errors import UsageError
 from elastic_train.rendezvous.etcd_connections import Entry
-from elastic_train.rendezvous.etcd_handler import exit_barrier_keys, next_round, num_waiting
+from elastic_train.rendezvous.etcd_handler import ExitBarrier, exit_barrier_keys, next_round, num_waiting
 from elastic_train.rendezvous.etcd_store import Listing
 from elastic_train.rendezvous.handler import choose_mode
+from elastic_train.tools.drills.nodes import wait_until
+from tests.processes import freeze
 
 RUN_ID = "job"
 
@@ -138,3 +145,31 @@ def test_the_barrier_of_torchs_agent_lets_go_when_the_dead_are_counted() -> None
     store.add(counter, 2)
     Agent(agents_store(5, store), 3)._exit_barrier()
     assert store.get(counter) == b"3"
+
+
+def test_the_barrier_on_a_frozen_node_holds_up_no_lease() -> None:
+    """torch's calls there have no deadline, and the thread that makes them keeps this node's leases."""
+    code = (
+        "import time; from torch.distributed import TCPStore as S; s = S('127.0.0.1', 0, is_master=True, "
+        "wait_for_workers=False); print(s.port, flush=True); time.sleep(300)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+            barrier = ExitBarrier(store, RUN_ID, 7, ["first", "second", "third"])
+            assert barrier.is_begun(10.0) is False
+            freeze(server.pid)
+            threads, began = threading.active_count(), time.monotonic()
+            for _ in range(5):
+                assert barrier.is_begun(0.2) is None
+            barrier.arrive_for(["second"])
+            assert time.monotonic() - began < 5.0
+            assert threading.active_count() <= threads + 2
+            server.send_signal(signal.SIGCONT)
+            counter, _ = exit_barrier_keys(RUN_ID, 7)
+            wait_until(lambda: store.add(counter, 0) == 1, "the arrival for the dead node", 10.0)
+            wait_until(lambda: barrier.is_begun(1.0), "an answer", 10.0)
+        finally:
+            server.kill()
