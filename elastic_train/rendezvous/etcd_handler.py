@@ -214,13 +214,12 @@ class AgentsHandler(RendezvousHandler):
             raise RendezvousConnectionError(self._why_over)
         if silence > self._settings.grace:
             raise RendezvousConnectionError(f"etcd has not answered for {silence:.0f} s")
-        if self._newest_round()[0] > self._round:
+        number, _, since = self._newest_round()
+        if number > self._round:
             return 1  # the other nodes have gone on without this one: they took it for dead
-        decided = self._keys.below("rounds").get(str(self._round))
-        # A node that waited for this very round may not have deleted that key yet.
-        again = self._keys.below("waiting", since=decided.create_revision if decided is not None else 0)
-        counting = {*again}.intersection(self._members) | self._welcome.difference(self._members)
-        waiting = [node for node in self._keys.below("waiting") if node in counting]
+        again = self._keys.below("waiting", since)  # who waited for this very round may not have deleted that key yet
+        newcomers = self._welcome.difference(self._members).intersection(self._keys.below("waiting"))
+        waiting = newcomers.union(again.keys() & self._members)
         return num_waiting(self._node, self._members, self._keys.below("nodes"), waiting, self._settings.max_nodes)
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -238,8 +237,7 @@ class AgentsHandler(RendezvousHandler):
                 self._keeper.start()
             while True:
                 deadline = time.monotonic() + self._join_seconds
-                members, number = self._wait_for_round(deadline)
-                info = self._enter_round(members, number, deadline)
+                info = self._enter_round(*self._wait_for_round(deadline), deadline)
                 if info is not None:
                     return info
         except (StoreUnreachable, StoreRefused, LeftOut) as error:
@@ -272,10 +270,10 @@ class AgentsHandler(RendezvousHandler):
         before = self._round  # not the newest round: this node may be in that one, decided meanwhile
         mine = f"{self._prefix}/waiting/{self._node}"
         self._lease.put(mine, self._address)
-        enough_since: float | None = None
+        too_few_at = time.monotonic()
         while True:
             self._keys.look_again(store)
-            number, members = self._newest_round()
+            number, members, _ = self._newest_round()
             if number > before and self._node in members:
                 return members, number
             now = time.monotonic()
@@ -285,17 +283,14 @@ class AgentsHandler(RendezvousHandler):
                     f"{len(self._keys.below('waiting'))} nodes wait, of {settings.min_nodes} that the job needs"
                 )
             waiting = [*self._keys.below("waiting")]
-            if len(waiting) < settings.min_nodes:
-                enough_since = None
-            elif enough_since is None:
-                enough_since = now
+            too_few_at = now if len(waiting) < settings.min_nodes else too_few_at
             decided = next_round(
                 members,
                 self._keys.below("nodes"),
                 waiting,
                 min_nodes=settings.min_nodes,
                 max_nodes=settings.max_nodes,
-                seconds_enough=now - enough_since if enough_since is not None else 0.0,
+                seconds_enough=now - too_few_at,
                 last_call=settings.last_call if number < 0 else min(settings.last_call, SETTLE_SECONDS),
             )
             if decided is not None:
@@ -344,22 +339,26 @@ class AgentsHandler(RendezvousHandler):
         """Wait until all members of a round have entered it. Return False, on every member, if one died or was stopped
         before: torchrun's agents would wait for it, and all of them would end.
 
-        A dead agent's keys below `waiting/` and `nodes/` vanish at one moment, so one in neither has not entered.
+        A dead agent's keys below `waiting/` and `nodes/` vanish at one moment, so one in neither has not entered. So it
+        is with one whose lease ran out since the round was decided: it is lost for all, though it may be back.
         """
         while True:
             self._keys.look_again(self._store)
             waiting, alive = self._keys.below("waiting"), self._keys.below("nodes")
-            if any(node not in alive for node in members) or self._newest_round()[0] > number:
+            newest, _, since = self._newest_round()
+            if newest != number or any(node not in alive or alive[node].create_revision > since for node in members):
                 return False
             if not any(node in waiting for node in members):
                 return True
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"not every node of round {number} has come to it")
 
-    def _newest_round(self) -> tuple[int, tuple[str, ...]]:
+    def _newest_round(self) -> tuple[int, tuple[str, ...], int]:
+        """Return its number, its nodes by rank, and the revision of the decision on it."""
         rounds = self._keys.below("rounds")
         number = max(map(int, rounds), default=-1)
-        return number, tuple(json.loads(text_of(rounds.get(str(number))) or "[]"))
+        decided = rounds.get(str(number))
+        return number, tuple(json.loads(text_of(decided) or "[]")), decided.create_revision if decided else 0
 
     # --- the keeper's thread ------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousParameters
 
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
 from elastic_train.rendezvous.etcd import Etcd
@@ -205,7 +205,7 @@ def test_an_agent_that_was_suspended_for_longer_than_the_grace_goes_on(trio: Own
     """It is asked before it has had an answer."""
     code = """
 import sys
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 from elastic_train.rendezvous.etcd_handler import AgentsHandler
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.world import from_json
@@ -342,9 +342,9 @@ def test_an_entry_that_the_last_one_takes_away_meanwhile_is_not_opened(trio: Own
     assert not etcd.below("/elastic_train/two/")[0], "nothing is left"
 
 
-def make_agent(cluster: OwnEtcd, run_id: str) -> AgentsHandler:
-    settings = cluster.settings(min_nodes=1, max_nodes=4, last_call=2.0)
-    parameters = RendezvousParameters("etcd3", "unused", run_id, 1, 4, local_addr="127.0.0.1")
+def make_agent(cluster: OwnEtcd, run_id: str, min_nodes: int = 1) -> AgentsHandler:
+    settings = cluster.settings(min_nodes=min_nodes, max_nodes=4, last_call=2.0)
+    parameters = RendezvousParameters("etcd3", "unused", run_id, min_nodes, 4, local_addr="127.0.0.1")
     return AgentsHandler(parameters, settings, lease=10.0, join_timeout=PATIENCE, read_timeout=PATIENCE)
 
 
@@ -376,9 +376,43 @@ def test_a_newcomer_restarts_nobody_once_one_agent_is_through(trio: OwnEtcd, is_
         agents[2].shutdown()
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_lease_that_is_lost_between_a_round_and_its_entry_costs_that_round(
+    trio: OwnEtcd, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """As on a node that was frozen, or without etcd, when the round was decided. Another one took it for dead, and is
+    in the queue of the next round when it comes back: neither may wait for the other one in two rounds."""
+    agents = [make_agent(trio, "blip", min_nodes=2) for _ in range(2)]
+    blinking, other = agents[first], agents[1 - first]
+    enter = blinking._enter_round
+
+    def enter_late(members: tuple[str, ...], number: int, deadline: float) -> RendezvousInfo | None:
+        if number == 0:
+            blinking._store.etcd.revoke(blinking._lease.lease)
+            wait_until(lambda: other._node in other._keys.below("waiting", since=decided()), "its next wait", PATIENCE)
+            wait_until(lambda: blinking._node in other._keys.below("nodes"), "the new lease", PATIENCE)
+        return enter(members, number, deadline)
+
+    def decided() -> int:
+        return other._keys.below("rounds")["0"].create_revision
+
+    monkeypatch.setattr(blinking, "_enter_round", enter_late)
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            found = []
+            for agent in agents:
+                found.append(threads.submit(agent.next_rendezvous))
+                wait_until(lambda: len(agents[0]._keys.below("waiting")) == len(found), "its wait", PATIENCE)
+            assert [one.result(PATIENCE / 2).world_size for one in found] == [2, 2]
+            assert {agent._round for agent in agents} == {1}
+        finally:
+            for agent in agents:
+                agent.shutdown()
+
+
 AGENT_OF_ONE = """
 import sys
-from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousParameters
 from elastic_train.rendezvous.etcd_handler import AgentsHandler
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 
