@@ -163,16 +163,20 @@ class AgentsHandler(RendezvousHandler):
         self._lease_seconds, self._join_seconds, self._read_seconds = lease, join_timeout, read_timeout
         self._connections = Connections(settings)
         etcd = Etcd(self._connections, deadline=settings.grace)
+        self._address = parameters.local_addr or address_towards([*map(split_endpoint, settings.endpoints)], print)
+        self._node = f"{self._address}-{uuid.uuid4().hex[:12]}"
         try:
-            self._job = open_job(etcd, settings, parameters.run_id)
+            while True:
+                self._job = open_job(etcd, settings, parameters.run_id)
+                self._store = EtcdStore(etcd, lease=self._job.lease, guard=self._job.guard)
+                self._lease = NodeLease(self._store, self._job, self._node, self._address, lease)
+                with suppress(LeftOut):  # the last other agent has just deleted the job; from now on none does
+                    self._lease.keep()
+                    break
         except (StoreUnreachable, StoreRefused) as error:
             raise RendezvousConnectionError(str(error)) from error
         self._prefix = self._job.prefix
-        self._store = EtcdStore(etcd, lease=self._job.lease, guard=self._job.guard)
         self._keys = Listing(f"{self._prefix}/")
-        self._address = parameters.local_addr or address_towards([*map(split_endpoint, settings.endpoints)], print)
-        self._node = f"{self._address}-{uuid.uuid4().hex[:12]}"
-        self._lease = NodeLease(self._store, self._job, self._node, self._address, lease)
         self._round = -1  # the newest round with this node in it
         self._members: tuple[str, ...] = ()
         self._server: GroupStoreServer | None = None
@@ -183,6 +187,7 @@ class AgentsHandler(RendezvousHandler):
         self._keeper = threading.Thread(target=self._keep, name="etcd-lease", daemon=True)
         # After a signal torch does not call it, because that would close its own rendezvous for good.
         atexit.register(self.shutdown)
+        self._keeper.start()
 
     # --- what torchrun calls ------------------------------------------------------------------------------------------
 
@@ -232,9 +237,6 @@ class AgentsHandler(RendezvousHandler):
         try:
             if self._why_over is not None:
                 raise LeftOut(self._why_over)
-            if not self._keeper.is_alive():
-                self._lease.keep()
-                self._keeper.start()
             while True:
                 deadline = time.monotonic() + self._join_seconds
                 info = self._enter_round(*self._wait_for_round(deadline), deadline)
@@ -249,8 +251,7 @@ class AgentsHandler(RendezvousHandler):
             return True
         self._is_ending.set()
         atexit.unregister(self.shutdown)
-        if self._keeper.is_alive():  # it would grant the lease again that is ended here
-            self._keeper.join(2 * FAREWELL_SECONDS)
+        self._keeper.join(2 * FAREWELL_SECONDS)  # it would grant the lease again that is ended here
         with suppress(StoreUnreachable, StoreRefused, LeftOut):
             store = self._store.with_timeouts(FAREWELL_SECONDS, FAREWELL_SECONDS / 2)
             self._lease.end(store.etcd)

@@ -21,7 +21,7 @@ from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_errors import LeaseLost
 from elastic_train.rendezvous.etcd_handler import AgentsHandler, exit_barrier_keys
-from elastic_train.rendezvous.etcd_job import delete_job, open_job
+from elastic_train.rendezvous.etcd_job import NodeLease, delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore
 from elastic_train.tools.drills.nodes import wait_until
@@ -408,6 +408,25 @@ def test_a_lease_that_is_lost_between_a_round_and_its_entry_costs_that_round(
         finally:
             for agent in agents:
                 agent.shutdown()
+
+
+@pytest.mark.parametrize("when", ["before its first sign of life", "before its first round"])
+def test_an_agent_that_starts_as_the_last_one_leaves_goes_on(
+    trio: OwnEtcd, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """As where torchrun is started again at once: it may find the job that the other agents are about to delete."""
+    last, keep = make_agent(trio, "soon-again"), NodeLease.keep
+
+    def keep_late(lease: NodeLease) -> None:
+        if not lease.lease and when == "before its first sign of life":
+            last.shutdown()
+        keep(lease)
+
+    monkeypatch.setattr(NodeLease, "keep", keep_late)
+    agent = make_agent(trio, "soon-again")
+    last.shutdown()
+    assert agent.next_rendezvous().world_size == 1
+    agent.shutdown()
 
 
 AGENT_OF_ONE = """
