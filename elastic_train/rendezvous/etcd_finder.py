@@ -18,6 +18,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from elastic_train.errors import ElasticTrainError, LeftOut, StoreRefused, StoreUnreachable, going_on
 from elastic_train.protocol.arbiter import Arbiter, Claims
@@ -216,7 +217,7 @@ class EtcdFinder(Finder):
                 store = EtcdStore(self._etcd, lease=job.lease, guard=job.guard)
                 own = NodeLease(store, job, self._uid, json.dumps(self._address), self._seconds)
                 with contextlib.suppress(LeftOut):  # the last other worker has just deleted the entry
-                    note_worker(store, job, self._uid, self._address)
+                    note_worker(replace(store, etcd=etcd), job, self._uid, self._address)
                     own.keep()
                     break
         except (StoreUnreachable, StoreRefused) as error:

@@ -114,6 +114,25 @@ def test_a_keeper_that_etcd_does_not_answer_for_long_draws_one_lease_of_a_day() 
     assert len(near.server._leases) == 2
 
 
+def test_a_start_waits_the_grace_where_etcd_reads_and_does_not_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while it has no leader, or its disk stalls: that the entry is there already ends nobody."""
+    near = Near()
+    etcd_job.open_job(Etcd(near, deadline=2.0), near.settings, "run", 86400.0)
+    near.is_full = True
+
+    def sleep(seconds: float) -> None:
+        near.now += seconds
+        near.is_full = near.now < 40.0
+
+    monkeypatch.setattr(near, "sleep", sleep)
+    finder = EtcdFinder(
+        near, "run", uid="u", address=("h", 1), lease=60.0, check=lambda: None, log=print, warn=print,
+        repeat=lambda _seconds, _turn: lambda _timeout: None,
+    )  # fmt: skip
+    assert 40.0 <= near.now < 60.0
+    assert finder.is_beginner()
+
+
 @pytest.mark.parametrize("num_dead", [3, 40, 500])
 @pytest.mark.parametrize("last", [Probe.REFUSED, Probe.ACCEPTED, Probe.SILENT])
 def test_the_last_worker_removes_the_entry_however_many_were_killed(num_dead: int, last: Probe) -> None:
