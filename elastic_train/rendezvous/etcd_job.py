@@ -96,7 +96,11 @@ def delete_job(etcd: Etcd, job: JobEntry, unless_below: Sequence[str] = ()) -> N
 
     Args:
         unless_below: prefixes of the keys of living members; with such a key the job is kept.
+
+    Raises:
+        LeftOut: the entry was lost. In a cluster that came back empty, the same revision may have created another one.
     """
+    job.keep(etcd)
     guard = job.guard
     conditions = [etcd.is_created_at(guard.key, guard.create_revision), *map(etcd.is_empty, unless_below)]
     keys = [etcd.delete_request(guard.key), etcd.delete_request(f"{job.prefix}/", is_prefix=True)]
@@ -117,10 +121,8 @@ def leave_job(
     job if no worker is left. A living worker may have been without etcd for long, so its entry must stay: an entry with
     a worker that does not answer is left to its lease.
 
-    Raises:
-        LeftOut: the entry was lost. In a cluster that came back empty, the same revision may have created another one.
+    Raises: as `delete_job`.
     """
-    job.keep(etcd)
     noted = f"{job.prefix}/workers/"
     etcd.delete(noted + worker)
     others, is_anybody_there = etcd.below(noted)[0], False

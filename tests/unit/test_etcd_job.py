@@ -174,7 +174,16 @@ def test_who_leaves_many_that_live_looks_at_some_of_them() -> None:
     assert etcd.get(job.guard.key) is not None
 
 
-def test_who_leaves_a_lost_entry_leaves_the_next_one_alone() -> None:
+def leave_as_worker(etcd: Etcd, job: JobEntry) -> None:
+    etcd_job.leave_job(etcd, job, "worker", lambda _places: [])
+
+
+def leave_as_agent(etcd: Etcd, job: JobEntry) -> None:
+    etcd_job.delete_job(etcd, job, unless_below=(f"{job.prefix}/nodes/",))
+
+
+@pytest.mark.parametrize("leave", [leave_as_worker, leave_as_agent])
+def test_who_leaves_a_lost_entry_leaves_the_next_one_alone(leave: Callable[[Etcd, JobEntry], None]) -> None:
     """In a cluster that came back empty, both may have been created by the same revision."""
     near = Near()
     etcd = Etcd(near, deadline=2.0)
@@ -184,7 +193,7 @@ def test_who_leaves_a_lost_entry_leaves_the_next_one_alone() -> None:
     assert lost.guard.create_revision == job.guard.create_revision
     assert lost.prefix != job.prefix
     with pytest.raises(LeftOut):
-        etcd_job.leave_job(etcd, lost, "worker", lambda _places: [])
+        leave(etcd, lost)
     assert etcd.get(job.guard.key) is not None
-    etcd_job.leave_job(etcd, job, "worker", lambda _places: [])
+    leave(etcd, job)
     assert etcd.below("/elastic_train/")[0] == []
