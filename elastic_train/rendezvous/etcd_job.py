@@ -171,15 +171,20 @@ class NodeLease:
         store = self.store.with_timeouts(2 * turn, min(2.0, turn))
         self.job.keep(store.etcd)
         with self._lock:
-            lease = self.lease
-            if not lease or not store.etcd.refresh(lease):
-                if self._is_ended:
-                    raise LeftOut("this worker has left the job")
-                lease = store.etcd.grant(self._seconds)
-            # Every time, though the key exists: the write also checks the guard.
-            store.under(lease).put(self.key, self._address)
+            lease = self.lease if self.lease and store.etcd.refresh(self.lease) else self._grant(store.etcd)
+            try:
+                # Every time, though the key exists: the write also checks the guard.
+                store.under(lease).put(self.key, self._address)
+            except LeftOut:  # on a machine that hung for a while, the lease may have run out since
+                lease = self._grant(store.etcd)
+                store.under(lease).put(self.key, self._address)
             self.lease = lease  # not earlier: a lease without the key would be refreshed for ever
         self.silence.restart()
+
+    def _grant(self, etcd: Etcd) -> int:
+        if self._is_ended:
+            raise LeftOut("this worker has left the job")
+        return etcd.grant(self._seconds)
 
     def put(self, key: str, value: str) -> None:
         """Put a key under the node's lease, so that etcd deletes it when the node is gone."""

@@ -174,6 +174,27 @@ def test_who_leaves_many_that_live_looks_at_some_of_them() -> None:
     assert etcd.get(job.guard.key) is not None
 
 
+def test_a_lease_that_runs_out_within_a_turn_of_its_keeper_is_granted_again() -> None:
+    """As on a machine that is frozen between two calls; agents took it for the end of the job."""
+    near = Near()
+    etcd = Etcd(near, deadline=2.0)
+    job = etcd_job.open_job(etcd, near.settings, "run")
+    own = NodeLease(EtcdStore(etcd, lease=job.lease, guard=job.guard), job, "node", "address", 10.0)
+    own.keep()
+    before, transact = own.lease, near.kvstub.Txn
+
+    def late(*arguments: Any, **named: Any) -> Any:
+        near.kvstub.Txn = transact
+        etcd.revoke(before)
+        return transact(*arguments, **named)
+
+    near.kvstub.Txn = late
+    own.keep()
+    entry = etcd.get(own.key)
+    assert entry is not None
+    assert entry.lease == own.lease != before
+
+
 def leave_as_worker(etcd: Etcd, job: JobEntry) -> None:
     etcd_job.leave_job(etcd, job, "worker", lambda _places: [])
 
