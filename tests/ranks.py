@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import start_processes
+from torch.multiprocessing import start_processes  # type: ignore[attr-defined]
 
 from tests.processes import forkserver
 

@@ -253,7 +253,7 @@ OPERATIONS: dict[str, Callable[[TorchStore], object]] = {
     "create": lambda store: store.create("new", "value"),
     "swap": lambda store: store.swap("key", "value", "other"),
     "add": lambda store: store.add("counter", 1),
-    "connect": lambda store: reach(("127.0.0.1", store.raw.port)),
+    "connect": lambda store: reach(("127.0.0.1", store.raw.port)),  # type: ignore[attr-defined]
 }
 
 

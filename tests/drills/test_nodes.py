@@ -88,7 +88,7 @@ def test_an_orphan_of_a_worker_is_seen_and_ended(tmp_path: Path, monkeypatch: py
     node = Node([sys.executable, "-c", AGENT], tmp_path / "node.log", tmp_path, clean_environment() | mark)
     orphan = next(iter(set(whole(node)) - {node.agent(), *node.workers()}))
     for process in (node.process, *node.workers()):
-        process.kill()
+        process.kill()  # type: ignore[attr-defined]
     wait_until(lambda: node.all_processes() == [], "end of agent and worker", 10)
     assert cluster.leftovers() == [f"process {orphan.pid} of a node still runs"]
     cluster.close()

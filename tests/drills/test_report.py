@@ -188,7 +188,8 @@ def test_the_page_is_of_the_audit_that_was_printed(run_dir: Path, tmp_path: Path
 def test_lanes_are_named_by_what_tells_them_apart() -> None:
     def names(*members: str) -> list[str]:
         return re.findall(
-            r"<bdi>([^<]*)<", TEMPLATE.module.lanes([(member, []) for member in members], Axis(0.0, 1.0), [], "s")
+            r"<bdi>([^<]*)<",
+            TEMPLATE.module.lanes([(member, []) for member in members], Axis(0.0, 1.0), [], "s"),  # type: ignore[attr-defined]
         )
 
     assert names("vm/0/2931", "vm/0/2944", "vm/1/2950") == ["0/2931", "0/2944", "1/2950"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,13 @@ import torch
 from torch import nn
 
 from elastic_train.tools.audit.record import PACE_VARIABLE
-from elastic_train.tools.drills import task as task_module
 from elastic_train.tools.drills.task import BusyFlags, PacedDigits
 
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
-    monkeypatch.setattr(task_module.time, "sleep", found.append)
+    monkeypatch.setattr(time, "sleep", found.append)
     return found
 
 

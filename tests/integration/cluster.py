@@ -26,7 +26,17 @@ if TYPE_CHECKING:
     from elastic_train.storage.snapshot import SnapshotInfo
     from elastic_train.tools.drills.etcd_cluster import EtcdCluster
 
-__all__ = ["Cluster", "Node", "free_port", "is_listening", "is_running", "kill_at_once", "running", "wait_until"]
+__all__ = [
+    "Cluster",
+    "Node",
+    "clean_environment",
+    "free_port",
+    "is_listening",
+    "is_running",
+    "kill_at_once",
+    "running",
+    "wait_until",
+]
 
 PYTHON = sys.executable
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]

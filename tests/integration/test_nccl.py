@@ -12,6 +12,7 @@ from tests.audits import audit
 from tests.integration.cluster import (
     Cluster,
     Node,
+    check_steps,
     events,
     last_step,
     result,
@@ -20,7 +21,7 @@ from tests.integration.cluster import (
     wait_until,
     worlds,
 )
-from tests.integration.test_in_place import ENDLESS, check_run, check_steps, freeze_and_thaw, rank_of
+from tests.integration.test_in_place import ENDLESS, check_run, freeze_and_thaw, rank_of
 from tests.integration.test_joins import stop_all
 
 pytestmark = [

@@ -57,7 +57,7 @@ class SimLinks:
     def wake(self) -> None:
         if self._is_waiting:
             self._is_waiting = False
-            self._process.watcher_task.wake()
+            self._process.watcher_task.wake()  # type: ignore[attr-defined]
 
     def turn(self, seconds: float) -> bool:
         process = self._process

@@ -300,7 +300,7 @@ class SimParts:
         step = 0 if state.taken is None else state.taken.step
         is_first = not worker.num_commits
         process.sleep(simulation.plan.work.seconds(simulation.machines.random, world.rank, step, is_first=is_first))
-        self.last_votes = Votes(*worker.stop.votes(), self._membership.vote())
+        self.last_votes = Votes(*worker.stop.votes(), self._membership.vote())  # type: ignore[call-arg]
         watcher.do(Activity.REDUCE)
         votes: list[Votes] = group.exchange(self.last_votes)
         watcher.do(Activity.COMPUTE)

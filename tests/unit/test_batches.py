@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from elastic_train.config import Config
 from elastic_train.elastic.whole_steps import stand_in_batch
 from elastic_train.elastic.worker import make_state
+from elastic_train.stopping import die_with_parent
 from elastic_train.training import loader_processes
 from elastic_train.training.batches import pinned, steps
 from elastic_train.training.epoch_dataset import EpochDataset
@@ -66,14 +67,13 @@ def require_equal(steps_of_one: list[list[tuple[Any, Any]]], steps_of_other: lis
 def test_a_loader_process_that_never_begins_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where it was forked while another thread held a lock of the interpreter."""
     expected = read(0, 1)
-    begin = loader_processes.die_with_parent
 
     def hang_once() -> None:
         with suppress(FileExistsError):
             (tmp_path / "hung").touch(exist_ok=False)
             while True:
                 time.sleep(60)
-        begin()
+        die_with_parent()
 
     monkeypatch.setattr(loader_processes, "die_with_parent", hang_once)
     monkeypatch.setattr(loader_processes, "BEGIN_SECONDS", 2.0)

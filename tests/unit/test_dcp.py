@@ -45,7 +45,7 @@ def save(state: dict[str, Any], path: Path) -> None:
     """As another program does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=path, no_dist=True)
+        dcp.save(state, checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
 
 
 def forge(path: Path, **changes: Any) -> None:
@@ -63,7 +63,7 @@ def test_torch_reads_what_we_write(tmp_path: Path) -> None:
     found = {name: torch.zeros_like(value) for name, value in WEIGHTS.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load({"model": found}, checkpoint_id=tmp_path / "w", no_dist=True)
+        dcp.load({"model": found}, checkpoint_id=tmp_path / "w", no_dist=True)  # type: ignore[attr-defined]
     assert equal(found, WEIGHTS)
     assert equal(read_weights(tmp_path / "w", warn=pytest.fail), WEIGHTS), "and so do we"
     assert [path.name for path in tmp_path.iterdir()] == ["w"]

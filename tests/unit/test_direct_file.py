@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.storage import direct_file
 from elastic_train.storage.direct_file import PIECE, DirectFile
 
 SIZES = [(), (0,), (1,), (4096,), (PIECE,), (PIECE - 1, 2), (3, PIECE, 5), (2 * PIECE + 7,), (PIECE, PIECE)]
@@ -37,7 +36,7 @@ def test_whole_pieces_go_past_the_page_cache(tmp_path: Path, monkeypatch: pytest
         seen.append((len(data), bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)))
         return write(fd, data)
 
-    monkeypatch.setattr(direct_file.os, "write", note)
+    monkeypatch.setattr(os, "write", note)
     with DirectFile(tmp_path / "file") as file:
         file.write(bytes(2 * PIECE + 7))
     assert seen == [(PIECE, True), (PIECE, True), (7, False)]
@@ -51,7 +50,7 @@ def test_a_file_system_without_it_is_written_all_the_same(tmp_path: Path, monkey
             raise OSError(errno.EINVAL, "Invalid argument")
         return open_file(path, flags, mode)
 
-    monkeypatch.setattr(direct_file.os, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with DirectFile(tmp_path / "file") as file:
         file.write(data)
     assert (tmp_path / "file").read_bytes() == data
@@ -60,7 +59,7 @@ def test_a_file_system_without_it_is_written_all_the_same(tmp_path: Path, monkey
 def test_a_short_write_leaves_no_hole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of a piece then is no multiple of a block."""
     write, data, lengths = os.write, random.Random(0).randbytes(2 * PIECE), iter([512, 4095])
-    monkeypatch.setattr(direct_file.os, "write", lambda fd, data: write(fd, bytes(data[: next(lengths, PIECE)])))
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, bytes(data[: next(lengths, PIECE)])))
     with DirectFile(tmp_path / "file") as file:
         file.write(data)
     assert (tmp_path / "file").read_bytes() == data
@@ -71,7 +70,7 @@ def test_an_error_of_the_disk_is_raised_and_the_file_is_closed(tmp_path: Path, m
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(direct_file.os, "write", fail)
+    monkeypatch.setattr(os, "write", fail)
     with pytest.raises(OSError, match="No space left"), DirectFile(tmp_path / "file") as file:
         file.write(bytes(PIECE))
     with pytest.raises(OSError, match="No space left"), DirectFile(tmp_path / "file") as file:

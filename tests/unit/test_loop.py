@@ -21,7 +21,6 @@ from elastic_train.elastic.loop import bundled
 from elastic_train.elastic.own_parallel import Wrapped
 from elastic_train.elastic.snapshot_schedule import SaveTime
 from elastic_train.elastic.trainer import Program, Trainer
-from elastic_train.elastic.world_end import Outcome
 from elastic_train.errors import FormationFailed, SnapshotError, TrainingDiverged, UsageError
 from elastic_train.protocol.heartbeat import FIRST_SECONDS, LEAST_SECONDS, Pace
 from elastic_train.rules import Activity
@@ -31,6 +30,7 @@ from elastic_train.training.collectives import broken_off_by, wait
 from elastic_train.training.group_sockets import GroupSockets
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
+from elastic_train.training.step import Outcome
 from elastic_train.training.tasks import Task
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
@@ -261,7 +261,7 @@ def test_what_follows_an_epoch_is_told_where_it_is_broken_off(where: str) -> Non
                 return
 
     loop, state, told = make_loop(Watched(), train)
-    state.epochs, state.last_step = 2, 4
+    state.num_epochs, state.last_step = 2, 4
     with pytest.raises(FormationFailed):
         loop.run(WORLD, steps(Watched()))
     warnings = [line for line in told if line.startswith("warning: what the training function does after step 2,")]
@@ -289,7 +289,7 @@ def test_what_follows_a_commit_by_garbage_of_nccl_s_is_not_saved(next_is: str, h
 
     loop, state, told = make_loop(Watched(), train)
     saved: list[int] = []
-    state.epochs, state.last_step = 2, 4
+    state.num_epochs, state.last_step = 2, 4
     saver: Any = SimpleNamespace(
         is_due=lambda _state: True, owes_best=lambda _state: False, save=lambda state: saved.append(state.step),
         save_time=loop._saver.save_time,

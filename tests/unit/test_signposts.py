@@ -35,6 +35,7 @@ from elastic_train.protocol.signposts import (
     reach,
     serve,
 )
+from elastic_train.protocol.store import TorchStore
 from elastic_train.rendezvous.launch import C10dSettings, Launch
 from elastic_train.stopping import StopSignal
 from elastic_train.tools.drills.nodes import free_port, wait_until
@@ -428,6 +429,7 @@ def test_a_port_that_was_taken_on_another_address_meanwhile_is_served(clock: Clo
 
 MEMBER = """
 import sys
+from elastic_train.protocol.store import TorchStore
 from elastic_train.protocol.signposts import Signposts
 
 port = int(sys.argv[1])
@@ -534,15 +536,15 @@ def test_a_server_that_does_not_take_its_own_sign_is_none_and_another_takes_its_
 ) -> None:
     """It may be busy for some seconds. Without the sign it was a stranger to everybody, for as long as it lived."""
     puts: list[str] = []
-    put = signposts.TorchStore.put
+    put = TorchStore.put
 
-    def put_at_last(store: signposts.TorchStore, key: str, text: str) -> None:
+    def put_at_last(store: TorchStore, key: str, text: str) -> None:
         puts.append(key)
         if len(puts) == failing:
             raise StoreUnreachable("no answer within 2 s")
         put(store, key, text)
 
-    monkeypatch.setattr(signposts.TorchStore, "put", put_at_last)
+    monkeypatch.setattr(TorchStore, "put", put_at_last)
     posts = make(port, is_host=True)
     with pytest.raises(StoreUnreachable, match="no answer within 2 s"):
         posts.is_beginner()
@@ -815,6 +817,7 @@ def forking(port: int) -> Iterator[tuple[subprocess.Popen[str], Callable[[], int
     """A process that serves a port; what makes it fork a child that stays, and gives the child's pid."""
     code = f"""
 import os, signal, sys
+from elastic_train.protocol.store import TorchStore
 from elastic_train.protocol.signposts import serve
 
 server = serve("localhost", {port})

@@ -10,6 +10,7 @@ import pytest
 
 from elastic_train.elastic import states_check
 from elastic_train.elastic.states_check import StateChecks
+from elastic_train.training.state_hash import plain_hashes
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
 from tests.unit.test_state import make_state
@@ -33,7 +34,7 @@ def test_extras_that_differ_are_named_once_in_a_world_and_by_rank_0(rank: int, m
     def gather(mine: dict[str, int]) -> list[dict[str, int]]:
         """The other rank has its own best, and trains with settings of its own: those are not among the extras."""
         compared.append(mine)
-        return [mine, {**mine, "best": states_check.plain_hashes(other)["best"]}]
+        return [mine, {**mine, "best": plain_hashes(other)["best"]}]
 
     other = make_state(lr=0.2)
     other.extras = {"same": Kept(1.0), "best": best}

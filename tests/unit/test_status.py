@@ -668,7 +668,7 @@ def test_a_run_whose_owner_died_before_any_event(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"], stdin=subprocess.DEVNULL)
     child.wait()
     (tmp_path / "snapshots").mkdir()
-    (tmp_path / "owner.json").write_text(json.dumps({"host": status_files.host_name(), "pid": child.pid, "time": NOW}))
+    (tmp_path / "owner.json").write_text(json.dumps({"host": host_name(), "pid": child.pid, "time": NOW}))
     found = status.read_status(tmp_path, NOW)
     assert found.state is RunState.DEAD
     assert "its processes are gone" in dict(describe(found, NOW))["note"]
@@ -699,7 +699,7 @@ def test_a_drill_that_was_killed(files: Files, has_events: bool) -> None:
     folder.mkdir()
 
     def state_with(pid: int, **settings: object) -> Status:
-        known = {"started": time.time(), "host": status_files.host_name(), "pid": pid, **settings}
+        known = {"started": time.time(), "host": host_name(), "pid": pid, **settings}
         (folder / "drill.json").write_text(json.dumps(known))
         return status.read_status(files.run_dir, NOW)
 

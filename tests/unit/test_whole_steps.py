@@ -18,6 +18,7 @@ from elastic_train.elastic.own_parallel import Wrapped
 from elastic_train.errors import UsageError
 from elastic_train.rules import Activity
 from elastic_train.training.kept import KeptStep
+from elastic_train.training.state_hash import hashes_by_name
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
 from tests.unit.test_loop import WORLD, Watched, make_loop, steps
@@ -77,7 +78,6 @@ def test_frozen_parameters_are_looked_at_in_a_worker_s_first_steps_alone(
     """Each later world begins with a recovery, which would take as much longer as they are large. It is this rank's own
     work, for which the limit of a sum may be too short."""
     done: list[str] = []
-    hashes_by_name = pass_checks.hashes_by_name
 
     def noting(parts: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
         assert parts.keys() == {"key.weight", "key.bias"}
