@@ -62,8 +62,9 @@ def identify(
 
 
 def identify_state(state: TrainState) -> dict[str, str]:
-    """Return the names and shapes of a model and its extras that must agree between members, whose scripts may differ.
-    Call it when they are made: training may change them."""
+    """Return the names and shapes of a model and its extras that must agree between members, whose scripts may differ;
+    and the order in which optimizers list parameters, by which torch takes over their states: no hash of a state shows
+    another order. Call it when they are made: training may change them."""
     tensors = [*state.model.named_parameters(), *state.model.named_buffers()]
     if any(nn.parameter.is_lazy(tensor) for _, tensor in tensors):  # the first batch decides their shapes
         return {}
@@ -71,8 +72,14 @@ def identify_state(state: TrainState) -> dict[str, str]:
         [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in sorted(tensors, key=itemgetter(0))]
     )
     numbers = sum(tensor.numel() for _, tensor in tensors)
+    modules = sorted(state.kept.modules.items())
+    names = {id(one): f"{place} {name}" for place, module in modules for name, one in module.named_parameters()}
+    extras = [one for _, one in sorted(state.extras.items())]
+    optimizers = [one for one in (state.optimizer, *extras) if isinstance(one, torch.optim.Optimizer)]
+    order = [[names.get(id(one)) for one in group["params"]] for each in optimizers for group in each.param_groups]
     return {
         "the model": f"{count(len(tensors), 'tensor')} of {count(numbers, 'number')} ({digest})",
+        "what the optimizers train": f"{count(sum(map(len, order)), 'parameter')} ({_digest(order)})",
         "what extras holds": ", ".join(sorted(state.extras)) or "nothing",
     }
 

@@ -192,10 +192,14 @@ def test_members_agree_on_a_tasks_flags_but_for_paths() -> None:
     assert agreement["training set by its items"] == "1f"
 
 
+def state_of(model: nn.Module, groups: Any = None, **extras: Any) -> TrainState:
+    optimizer = torch.optim.Adam([*model.parameters()] if groups is None else groups)
+    return TrainState(model, optimizer, length=4, global_batch_size=2, epochs=1, extras=extras)
+
+
 def test_members_agree_on_the_shapes_of_a_model_and_not_on_its_values() -> None:
     def found(model: nn.Module) -> dict[str, str]:
-        state: Any = SimpleNamespace(model=model, extras={})
-        return identify_state(state)
+        return identify_state(state_of(model))
 
     assert found(nn.Linear(2, 3)) == found(nn.Linear(2, 3))
     assert found(nn.Linear(2, 3))["the model"].startswith("2 tensors of 9 numbers (")
@@ -203,6 +207,27 @@ def test_members_agree_on_the_shapes_of_a_model_and_not_on_its_values() -> None:
     assert found(nn.Linear(1, 1).half()) != found(nn.Linear(1, 1))
     assert found(nn.Linear(1, 1))["what extras holds"] == "nothing"
     assert found(nn.Sequential(nn.LazyLinear(3))) == {}, "the first batch says what it is"
+
+
+def test_members_agree_on_which_parameters_each_optimizer_trains_in_which_order() -> None:
+    """torch hands moments over by the place of a parameter, and a script may list parameters by a set, in another order
+    in each process. A newcomer would then train with the moments of other weights, and no comparison of states shows
+    that."""
+    model, critic = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)
+    first, second, *rest = model.parameters()
+
+    def found(groups: Any, judge: Any) -> str:
+        return identify_state(state_of(model, groups, critic=critic, judge=judge))["what the optimizers train"]
+
+    def judge_of(*parameters: nn.Parameter) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters)
+
+    usual = found([first, second, *rest], judge_of(critic.weight, critic.bias))
+    assert usual.startswith("6 parameters (")
+    assert usual == found([first, second, *rest], judge_of(critic.weight, critic.bias))
+    assert usual != found([first, rest[1], rest[0], second], judge_of(critic.weight, critic.bias))
+    assert usual != found([first, second, *rest], judge_of(critic.bias, critic.weight))
+    assert usual != found([{"params": [first, second]}, {"params": rest}], judge_of(critic.weight, critic.bias))
 
 
 def test_members_agree_on_a_bucket_and_not_on_a_folder() -> None:
