@@ -33,6 +33,8 @@ from elastic_train.training.reduction import (
 from elastic_train.wording import named
 from elastic_train.world import World
 
+MAKE_ANEW = "make it with training.parallel() in the function and keep it in a local variable"
+
 
 @dataclass(frozen=True)
 class Wrapped:
@@ -69,7 +71,7 @@ class OwnParallel:
         self._steps = steps
         self._sums = sums
         self._note_unwrapped, self._require_unbroken, self._watch = note_unwrapped, require_unbroken, watch
-        self._lock = threading.Lock()
+        self._lock, self._is_over = threading.Lock(), False
         self._num_ended, self._finds_unused = 0, False
         """backward passes that have ended; whether DDP searches any of the modules for unused parameters"""
         self._hooks: dict[nn.Module, RemovableHandle] = {}
@@ -138,6 +140,7 @@ class OwnParallel:
 
     def close(self) -> None:
         """Remove the hooks of the user's own module; the DDP modules belong to the training function."""
+        self._is_over = True
         while self._hooks:
             self._hooks.popitem()[1].remove()
 
@@ -168,6 +171,8 @@ class OwnParallel:
 
     def _average_by_samples(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP's communication hook: sum over the ranks each rank's mean times its share of the step's samples."""
+        if self._is_over:
+            raise UsageError(f"a DDP module of an earlier world was trained: {MAKE_ANEW}")
         step, gradients = self._steps.required(), bucket.buffer()
         weight, then = step.weight, _nothing
         if bucket.is_last():

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from elastic_train.elastic.evaluations import Evaluations
 from elastic_train.elastic.loop_hints import LoopHints
 from elastic_train.elastic.membership import Membership
-from elastic_train.elastic.own_parallel import OwnParallel, Wrapped, require_summed
+from elastic_train.elastic.own_parallel import MAKE_ANEW, OwnParallel, Wrapped, require_summed
 from elastic_train.elastic.pass_checks import PassChecks
 from elastic_train.elastic.process_group import is_communication_error, translated_failures
 from elastic_train.elastic.saving import Saver
@@ -256,7 +256,7 @@ class Trainer:
         if are_kept(self._ddp_modules):
             self._worker.reporter.warn(
                 "the training function keeps the DDP module of an earlier world, and with it that world's memory: "
-                "make it with training.parallel() in the function and keep it in a local variable"
+                f"{MAKE_ANEW}"
             )
         self._ddp_modules = []
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from elastic_train.elastic.own_parallel import OwnParallel
 from elastic_train.elastic.session_steps import StepInHand
+from elastic_train.errors import UsageError
 from elastic_train.protocol.heartbeat import FIRST_SECONDS, OwnHeartbeat, Pace
 from elastic_train.rules import Activity
 from elastic_train.training.sampler import MicroBatch
@@ -98,6 +99,14 @@ def test_a_backward_pass_through_two_modules_waits_for_the_sums_of_both(step: St
     assert step.own.at()[0] is Activity.COMPUTE
     head(body(torch.ones(2, 4))).sum().backward()
     assert step.at == (Activity.COMPUTE, 300.0)
+
+
+def test_a_module_of_a_world_that_is_over_says_so(step: Step) -> None:
+    """Its group is gone, and so is its step: that is no missing commit."""
+    ddp = step.wrap(nn.Linear(4, 1))
+    step.parallel.close()
+    with pytest.raises(UsageError, match=r"^a DDP module of an earlier world was trained: make it with training\.par"):
+        ddp(torch.ones(2, 4)).sum().backward()
 
 
 def test_an_evaluation_before_the_steps_pass_has_the_time_of_one_between_steps(step: Step) -> None:
