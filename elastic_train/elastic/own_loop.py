@@ -181,7 +181,7 @@ def _build_worker(
     )
     state.plan |= {name: value for name, value in own_values(config).items() if isinstance(value, PLAIN_TYPES)}
     launch = Launch.from_environment(os.environ, config.store_endpoint)
-    _require_untrained(config.run_dir or default_run_dir(launch.run_id), config)
+    _require_untrained(Path(config.run_dir or default_run_dir(launch.run_id)), config)
     return build(config, launch, stop, Parts(task, state, device))
 
 

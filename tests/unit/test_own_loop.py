@@ -92,7 +92,8 @@ def test_what_the_function_raises_is_raised_by_run(tmp_path: Path, monkeypatch: 
 def test_the_micro_batch_size_that_is_not_given_is_that_of_the_first_world(
     given: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in the bundled trainer: the shares that grow after a loss are cut to what has fitted before."""
+    """As in the bundled trainer: the shares that grow after a loss are cut to what has fitted before. The run directory
+    may be given as a text, as to the flag."""
     seen: list[int | None] = []
 
     def note(worker: Any, _program: Any) -> int:
@@ -100,7 +101,8 @@ def test_the_micro_batch_size_that_is_not_given_is_that_of_the_first_world(
         return 7
 
     monkeypatch.setattr(own_loop, "run_worker", note)
-    config = Config(run_dir=tmp_path, micro_batch_size=given)
+    run_dir: Any = str(tmp_path)
+    config = Config(run_dir=run_dir, micro_batch_size=given)
     with pytest.raises(SystemExit):
         own_loop.run(train, MODEL, OPTIMIZER, TensorDataset(torch.ones(4, 1)), config)
     assert seen == [given]
