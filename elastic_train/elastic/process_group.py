@@ -233,7 +233,13 @@ def _count_groups_anew() -> None:
 
 
 def set_group_timeout(timeout: timedelta) -> None:
-    """Call `torch.distributed.distributed_c10d.set_timeout` where torch has it (2.15), else its older private name."""
+    """Call `torch.distributed.distributed_c10d.set_timeout` where torch has it (2.15), else its older private name.
+    Raises: UsageError: the trained code has ended the group."""
+    if not dist.is_initialized():
+        raise UsageError(
+            "the training function has ended the process group: leave destroy_process_group() out, for run() ends the "
+            "group of each world"
+        )
     setter = getattr(dist.distributed_c10d, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     setter(timeout)
 

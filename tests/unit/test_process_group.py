@@ -35,7 +35,7 @@ from elastic_train.elastic.session_steps import SessionSteps, StepInHand
 from elastic_train.elastic.states_check import StateChecks
 from elastic_train.elastic.trainer import Program, Trainer
 from elastic_train.elastic.whole_steps import ALONE, Beginning, WholeSteps
-from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDiverged
+from elastic_train.errors import FormationFailed, StoreUnreachable, TrainingDiverged, UsageError
 from elastic_train.protocol import addresses, names
 from elastic_train.protocol.addresses import address_towards, own_address
 from elastic_train.rules import Activity, Failure
@@ -1205,3 +1205,9 @@ def test_a_pause_in_a_forward_pass_on_a_gpu_is_no_collective_that_does_not_end(
     ddp: Any = SimpleNamespace(module=None, require_forward_param_sync=True)
     parallel._enter_forward(ddp, (), shares_buffers=False)
     assert done == [expected]
+
+
+def test_a_group_that_the_trained_code_has_ended_is_told() -> None:
+    """Which the last line of many a script does. torch's advice is to call init_process_group()."""
+    with pytest.raises(UsageError, match=r"has ended the process group: leave destroy_process_group\(\) out"):
+        set_group_timeout(GROUP_TIMEOUT)
