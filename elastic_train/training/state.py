@@ -321,15 +321,19 @@ class Modes:
     modes, on survivors and newcomers alike."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        modules = list(modules)
+        self._modules = modules = list(modules)
         self._modes = [(layer, layer.training) for module in modules for layer in module.modules()]
         self._trained = [(one, one.requires_grad) for module in modules for one in module.parameters()]
         self._has_gradients = torch.is_grad_enabled()
 
     def put_back(self) -> None:
-        """Restore the recorded modes."""
+        """Restore the recorded modes. Layers that are new get the mode of the module that they are in."""
         for layer, is_training in self._modes:
             layer.training = is_training
+        known = {id(layer) for layer, _ in self._modes}
+        for module in self._modules:
+            for layer in module.modules():
+                layer.training = layer.training if id(layer) in known else module.training
         for parameter, is_trained in self._trained:
             if parameter.requires_grad != is_trained:
                 parameter.requires_grad_(is_trained)

@@ -593,6 +593,17 @@ def test_layers_that_are_frozen_stay_frozen() -> None:
     assert all(module.training for module in whole.modules()), "as a whole that is no choice of layers"
 
 
+def test_layers_that_the_function_has_exchanged_begin_as_their_module_does() -> None:
+    """By SyncBatchNorm's conversion, say. Else they stay in eval mode where an evaluation was broken off, on some
+    ranks alone: a newcomer's are new."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3))
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), length=8, global_batch_size=4, epochs=2)
+    model[2] = nn.Sequential(nn.SyncBatchNorm(3))
+    model.eval()
+    state.modes.put_back()
+    assert [module.training for module in model.modules()] == [True, True, False, True, True]
+
+
 def test_modules_among_the_extras_are_put_into_their_modes_too() -> None:
     """A function of the user's was interrupted in an evaluation: a newcomer's modules are not in eval mode."""
     gan, teacher = Gan(), nn.Sequential(nn.Linear(3, 4), nn.Dropout()).eval()
