@@ -83,8 +83,8 @@ class SharedState:
         self._state = {ALIKE: alike, **state}
         self.fleet = fleet
         self.num_bytes = sum(memories.values())
-        self.first, self.last = addresses[0], addresses[-1]
-        """The addresses of the first tensor that is equal on all nodes, and of the last one."""
+        self.first, self.end = addresses[0], addresses[-1] + memories.get(addresses[-1], 0)
+        """The addresses of the first tensor that is equal on all nodes, and of the end of the last one."""
 
     def __call__(self, file: object) -> None:
         write_state(self._state, file)
@@ -109,7 +109,7 @@ TakePart = Callable[[str, int, str, int, bytearray | None], None]
 class Cutter:
     """A file for torch.save that cuts the bytes into parts of three zones; the parts of BODY are equal on every node.
 
-    torch.save writes the memory of a tensor in place by one call. So the address of the data identifies the tensor.
+    torch.save writes a tensor's memory in place, so addresses identify it. A `HashingFile` passes that on in pieces.
 
     Args:
         wants: whether to keep the data of a part.
@@ -140,7 +140,7 @@ class Cutter:
         if self._zone == HEAD and address == self._state.first:
             self._enter(BODY)
         self._add(view)
-        if self._zone == BODY and address == self._state.last:
+        if self._zone == BODY and address is not None and address + len(view) == self._state.end:
             self._enter(TAIL)
         return len(view)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from elastic_train.errors import OwnershipLost
-from elastic_train.storage import shares
+from elastic_train.storage import shares, state_bytes
 from elastic_train.storage.bucket import Bucket
 from elastic_train.storage.parts import AT_ONCE
 from elastic_train.storage.shares import (
@@ -43,7 +43,9 @@ EQUAL = frozenset({"w", "v"})
 
 @pytest.fixture(autouse=True)
 def _quick_and_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits long for others: where this machine is busy, one is given up that would have come."""
+    """Nobody waits long for others: where this machine is busy, one is given up that would have come. As tensors are in
+    a real state, those here are longer than one piece of what the first node hashes."""
+    monkeypatch.setattr(state_bytes, "AT_ONCE", 1000)
     monkeypatch.setattr(shares, "LEAST_BYTES", 0)
     monkeypatch.setattr(shares, "LOOK_SECONDS", 0.005)
     monkeypatch.setattr(shares, "LEAST_SILENCE_SECONDS", 0.1)
