@@ -19,6 +19,7 @@ from typing import Any
 
 from elastic_train.errors import UsageError
 from elastic_train.storage.atomic_files import create_once, write_atomic
+from elastic_train.storage.ownership import close_lock, open_for_lock
 from elastic_train.storage.store_urls import PACKAGES, StoreUrl
 
 
@@ -141,10 +142,13 @@ class FileArm(PlainArm):
         if version is None:
             create_once(path, data)
         else:
-            with open(path.with_name(f".{path.name}.lock"), "wb") as lock:
+            lock = open_for_lock(path.with_name(f".{path.name}.lock"))  # not open(): a forked child would keep the lock
+            try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 self._require_version(key, version)
                 write_atomic(path, data)
+            finally:
+                close_lock(lock)
         return version_of(data)
 
     def remove(self, key: str) -> None:

@@ -3,6 +3,7 @@ one (tests/object_stores.py)."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from elastic_train.errors import ObjectStoreError, StoreFault
+from elastic_train.storage import store_arms
+from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.store_arms import PlainArm, Stored
 from elastic_train.storage.store_urls import parse_url
@@ -89,6 +92,40 @@ def test_of_many_one_wins(store: ObjectStore) -> None:
     for thread in threads:
         thread.join()
     assert sum(version is not None for version in written) == 1
+
+
+def test_a_child_that_is_forked_amid_a_write_blocks_no_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner's record of file:// is renewed by a thread, while another one starts DataLoader processes."""
+    store = ObjectStore(parse_url(f"file://{tmp_path}/store"))
+    version = store.put_if("o", b"1", None)
+    read_end, write_end = os.pipe()
+    children: list[int] = []
+
+    def fork_and_write(path: Path, data: bytes) -> None:
+        if (pid := os.fork()) == 0:
+            os.close(write_end)
+            os.read(read_end, 1)
+            os._exit(0)
+        children.append(pid)
+        write_atomic(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_arms, "write_atomic", fork_and_write)
+        version = store.put_if("o", b"2", version)
+    later = threading.Thread(target=lambda: store.put_if("o", b"3", version), daemon=True)
+    later.start()
+    later.join(10.0)
+    try:
+        assert not later.is_alive()
+    finally:
+        os.close(write_end)
+        os.close(read_end)
+        os.waitpid(children[0], 0)
+    found = store.get("o")
+    assert found is not None
+    assert found.data == b"3"
 
 
 def test_the_probe_leaves_nothing_and_tells_the_truth(store: ObjectStore, request: pytest.FixtureRequest) -> None:
