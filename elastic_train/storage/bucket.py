@@ -277,11 +277,9 @@ class Bucket:
         flight: Flight,
         shared: SharedState | None,
     ) -> SnapshotFile:
-        stream: PartStream | SharedStream
-        if shared is not None:
-            stream = self._open_share(place, shared)
-        else:
-            stream = self._open_parts(place, str(manifest["host"]), flight)
+        stream: PartStream | SharedStream = (
+            self._open_parts(place, manifest["host"], flight) if shared is None else self._open_share(place, shared)
+        )
         appearance: Appearance | None = None
         try:
             hashing = HashingFile(cast("IO[bytes]", stream), flight.is_given_up)
@@ -333,7 +331,7 @@ class Bucket:
             listed = self._list()
             whole = self._find_whole(listed, key, is_given_up)
             past = [name for name in listed.keys() - whole.keys() if _generation_of(name) < _generation_of(written)]
-            doomed = [name for name in past if self._is_leftover(name, listed[name], run_uid, key)]
+            doomed = [name for name in past if self._is_leftover(name, run_uid, key)]
             of_run = [info for info in whole.values() if info.run_uid == run_uid]
             doomed += [info.name for info in keep.expired(of_run, [info for info in of_run if info.name != written])]
             for name in doomed:
@@ -365,13 +363,15 @@ class Bucket:
         each(read, listed.keys() - self._whole.keys(), is_given_up)
         return {name: info for name, (_look, info) in self._whole.items()}
 
-    def _is_leftover(self, name: str, files: Files, run_uid: str, key: bytes | None) -> bool:
-        """Whether a killed writer left these files: parts without manifest, or a manifest of the run without parts."""
-        place = self.snapshot(name)
-        if MANIFEST_FILE not in files:
-            return MANIFEST_FILE not in place.files()  # a copy may be whole by now: `copy` does not own the bucket
-        with contextlib.suppress(SnapshotUnread):
-            return info_of(place.read_manifest(files), place, key).run_uid == run_uid
+    def _is_leftover(self, name: str, run_uid: str, key: bytes | None) -> bool:
+        """Whether a killed writer left what is there: parts without manifest, or a manifest of the run without parts.
+        Looks again: `copy`, which does not own the bucket, or a store that refused a read may have made it whole."""
+        place, files, is_of_run = self.snapshot(name), self.snapshot(name).files(), False
+        try:
+            is_of_run = MANIFEST_FILE not in files or info_of(place.read_manifest(files), place, key).run_uid == run_uid
+            place.read_info(key, files)
+        except SnapshotUnread as error:
+            return is_of_run and isinstance(error, SnapshotDamaged)
         return False
 
     def _delete_left(self, store: ObjectStore, is_given_up: Callable[[], bool] = lambda: False) -> None:

@@ -192,6 +192,29 @@ class LateArm(MemoryArm):
         return found
 
 
+def test_what_the_store_refused_to_give_for_a_moment_is_no_leftover(url: str) -> None:
+    """Credentials that have just been given do not work at once for every request."""
+
+    class HesitantArm(WithholdingArm):
+        def read(self, key: str, limit: int | None = None) -> Stored:
+            try:
+                return super().read(key, limit)
+            finally:
+                if self.withheld.search(key):
+                    self.withheld = re.compile("(?!)")
+
+    for step in (1, 2):
+        save(writer_to(bucket_of(url), keep=9), step)
+    arm = HesitantArm(fsspec.filesystem("memory"), parse_url(url))
+    arm.withheld, arm.code = re.compile("step-000000000001.*manifest"), "AccessDenied"
+    save(writer_to(bucket_of(url, arm), keep=9), 3, generation=1)
+    assert arm.withheld.pattern == "(?!)"
+    found = find_snapshots(bucket_of(url), warn=pytest.fail)
+    assert [info.step for info in found] == [3, 2, 1]
+    for info in found:
+        verify(info)
+
+
 def test_what_becomes_whole_behind_a_listing_is_no_leftover(url: str) -> None:
     arm = LateArm(fsspec.filesystem("memory"), parse_url(url))
     bucket = bucket_of(url, arm)
