@@ -80,6 +80,8 @@ class LocalFolder:
         self._path = path
         self._verified: set[str] = set()
         """Names of snapshots that were verified, or written by this object."""
+        self._unread: set[str] = set()
+        """Names of snapshots that the disk did not return: they stay, because nobody knows whether they are whole."""
         self._warnings: list[str] = []
         """The warnings of the newest write."""
 
@@ -144,6 +146,7 @@ class LocalFolder:
         snapshots is verified in full; snapshots of other writers are read once for that. Several writers are safe: a
         snapshot that this one does not see could only raise the limit below which it deletes."""
         self._verified.add(written)
+        self._unread.clear()
         host = _host_in(written)
         if host is not None:  # also of the previous writer, which may have been killed after this one was built
             self.remove_leftovers(host)
@@ -151,7 +154,8 @@ class LocalFolder:
             of_run = self._readable(run_uid, key)
             removable = [info for info in self._own(of_run, host) if info.name != written]
             for info in keep.expired(of_run, removable, partial(self._is_whole, key)):
-                self._remove(self._path / info.name)
+                if info.name not in self._unread:
+                    self._remove(self._path / info.name)
         except (OSError, SnapshotError) as error:
             cause = cause_of(error) if isinstance(error, OSError) else error
             return [*self._warnings, f"old snapshots in {self._path} cannot be removed: {cause}"]
@@ -175,6 +179,7 @@ class LocalFolder:
         missing -= free if free < missing else 0  # else a quota is full, say, and not the disk
         removed = []
         older = [info for info in own[: own.index(newest)] if info.age_key not in pinned]
+        older = [info for info in older if info.name not in self._unread]
         if sum(_on_disk(info.files[STATE_FILE].bytes) for info in older) < missing:
             return []
         for info in older:
@@ -204,7 +209,9 @@ class LocalFolder:
             if info.name not in self._verified:
                 verify(info)
                 self._verified.add(info.name)
-        except SnapshotDamaged:
+        except SnapshotDamaged as error:
+            if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+                self._unread.add(info.name)
             return False
         return True
 

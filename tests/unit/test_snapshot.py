@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import json
 import math
@@ -54,9 +55,13 @@ def make_writer(directory: Path, **changes: Any) -> SnapshotWriter:
     return SnapshotWriter(directory, **{**arguments, **changes})
 
 
-def save(writer: SnapshotWriter, step: int, generation: int = 0, state: Any = None) -> SnapshotResult:
+def save(
+    writer: SnapshotWriter, step: int, generation: int = 0, state: Any = None, metric: float | None = None
+) -> SnapshotResult:
     state = {"step": step, "w": torch.full((100,), float(step))} if state is None else state
-    return writer.save(state, step=step, epoch=1, samples_done=step * 64, generation=generation, world_size=2)
+    return writer.save(
+        state, step=step, epoch=1, samples_done=step * 64, generation=generation, world_size=2, metric=metric
+    )
 
 
 def save_in_background(writer: SnapshotWriter, state: dict[str, Any], step: int) -> bool:
@@ -585,6 +590,27 @@ def test_what_another_container_writes_is_no_leftover(tmp_path: Path) -> None:
         assert sorted(os.listdir(tmp_path)) == sorted(names)
     SnapshotWriter(tmp_path, keep=3, host="vm", run_uid="run", task={})
     assert os.listdir(tmp_path) == []
+
+
+def test_the_best_that_cannot_be_read_for_a_moment_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted process reads it once, from a file server that fails just then."""
+    keep = Retention(1, best=1)
+    for step, metric in ((1, 0.9), (2, 0.1)):
+        save(make_writer(tmp_path, keep=keep), step, metric=metric)
+    assert keys(tmp_path) == [(0, 2), (0, 1)]
+    digest = hashlib.file_digest
+
+    def fail(file: Any, algorithm: str) -> Any:
+        if "step-000000000001" in file.name:
+            raise OSError(errno.EIO, "Input/output error")
+        return digest(file, algorithm)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "file_digest", fail)
+        save(make_writer(tmp_path, keep=keep), 3, metric=0.2)
+    assert (0, 1) in keys(tmp_path)
+    save(make_writer(tmp_path, keep=keep), 4, metric=0.3)
+    assert keys(tmp_path) == [(0, 4), (0, 1)]
 
 
 def test_two_containers_with_one_host_name_and_pid_write_one_snapshot(tmp_path: Path) -> None:
