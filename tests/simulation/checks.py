@@ -15,6 +15,8 @@ AGREE_SECONDS = 0.5
 """after a member's end, in which the others go on without it"""
 JOIN_SECONDS = 7.0
 """after the last fault: one that hears all who train is in their world"""
+BRANCH_SECONDS = 5.0
+"""that members wait for the others before they train as a branch, which a newcomer can join"""
 QUEUE_SECONDS = 2.5
 """that one who was left out may stand in the queue: it has to find the job, and its join is prepared"""
 
@@ -173,7 +175,8 @@ def check_queue(simulation: Simulation) -> None:
                 sides.setdefault(one.world.uid, []).append(one)
         for side in sides.values():
             cut_off = [one for one in newcomers if not all(_hear_each_other(simulation, one, other) for other in side)]
-            limit = JOIN_SECONDS + AHEAD_SECONDS * bool(cut_off)  # the side may be forming a group with such a one
+            # The side may be forming a group with one that is cut off, or it has waited before it went on as a branch.
+            limit = JOIN_SECONDS + AHEAD_SECONDS * bool(cut_off) + BRANCH_SECONDS * plan.goes_on
             if newcomer not in cut_off and now - newcomer.began_at > limit and _can_join(simulation, newcomer, side):
                 simulation.fail(f"idle in the queue beside those who train: {newcomer}, {_states(side)}")
 

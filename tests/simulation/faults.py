@@ -19,7 +19,7 @@ class Faults:
     """Each public method is one, by the name that a plan has."""
 
     def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
+        self._simulation, self._is_over = simulation, False
 
     def cause(self, name: str, *arguments: Any) -> None:
         self._simulation.note(f"fault: {name}{arguments}")
@@ -83,15 +83,19 @@ class Faults:
             self._simulation.network.cut(f"h{one}", f"h{other}")
 
     def cut_off_after(self, note: str, seconds: float) -> None:
-        """The link of the next worker of which there is such a note fails so long after that."""
+        """The link of the next worker of which there is such a note fails so long after that, if before `recover`."""
         simulation = self._simulation
+
+        def cut_off(*sides: tuple[int, ...]) -> None:
+            if not self._is_over:
+                self.cause("partition", *sides)
 
         def look(text: str) -> None:
             if note in text:
                 simulation.on_note.remove(look)
                 host = int(text.partition("@h")[2].partition(" ")[0])
                 others = {int(worker.process.host[1:]) for worker in simulation.workers} - {host}
-                simulation.kernel.after(seconds, self.cause, "partition", (host,), tuple(sorted(others)))
+                simulation.kernel.after(seconds, cut_off, (host,), tuple(sorted(others)))
 
         simulation.on_note.append(look)
 
@@ -111,6 +115,7 @@ class Faults:
 
     def recover(self) -> None:
         """All that can be mended is."""
+        self._is_over = True
         self.heal_all()
         self.unstall()
         for worker in self._simulation.workers:
