@@ -444,7 +444,7 @@ def test_what_a_node_saves_alone_does_not_wait_for_the_one_in_flight(
     assert worker.bucket is not None
     worker.bucket.owner.take("job", 0, lambda: None)
     training.steps(1)
-    saver.newest = SnapshotResult(Path("nowhere"), 1, 0, 1, 4.0, 4.0, ())  # type: ignore[call-arg]
+    saver.newest = SnapshotResult(Path("nowhere"), 1, 1, 4.0, 4.0, ())
     for _ in range(extra):
         training.state.commit(0.5)
     given_up: list[int] = []
