@@ -46,14 +46,19 @@ def save_in_place_of_others(worker: Worker, saver: Saver, world: World) -> None:
     places = [worker.bucket is not None or member.directory_id for member in workers]
     firsts = {place: rank for rank, place in reversed([*enumerate(places)])}
     mine = places[world.rank]
-    with state.lock.released() if _is_soon_saved(worker, saver) else nullcontext():  # a late stop may save meanwhile
-        failed = gather_json(bool(saver.unsaved(state)))
+
+    def tell(what: bool) -> list[bool]:
+        # A late stop may save meanwhile, as the one that saves for all may hang.
+        with state.lock.released() if _is_soon_saved(worker, saver) else nullcontext():
+            return gather_json(what)
+
+    failed = tell(bool(saver.unsaved(state)))
     unsaved = {place for place, rank in firsts.items() if failed[rank]}
     for node in dict.fromkeys(member.node for member in workers):
         if not unsaved:
             break
         is_asked = mine in unsaved and world.is_first_of_node and workers[firsts[mine]].node != node == world.me.node
-        saved = gather_json(is_asked and saver.save_and_wait(state))
+        saved = tell(is_asked and saver.save_and_wait(state))
         unsaved -= {place for place, is_saved in zip(places, saved, strict=True) if is_saved}
     saver.failed_step = state.step if mine in unsaved else -1
 

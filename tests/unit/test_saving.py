@@ -651,17 +651,20 @@ def test_a_late_stop_saves_where_the_first_worker_hangs(
     if is_told:
         worker.stop._remember(signal.SIGTERM, None)
         worker.stop.settle()
+    other = replace(training.world.me, host="other", agent_pid=1)
+    saver.enter(world := World(rank=1, generation=0, members=(other, training.world.me, replace(other, host="third"))))
     found: list[bool] = []
 
-    def gather(mine: bool) -> list[bool]:
+    def gather(_mine: bool) -> list[bool]:
         found.append(lock.acquire(0.0))
         if found[-1]:
             lock.give_back()
-        return [mine]
+        return [len(found) == 1, False, False]
 
+    monkeypatch.setattr(SnapshotWriter, "save", failing)
     monkeypatch.setattr(saving_together, "gather_json", gather)
-    save_in_place_of_others(worker, saver, training.world)
-    assert found == [may_save]
+    save_in_place_of_others(worker, saver, world)
+    assert found == [may_save] * 4, "each one that saves for all may hang"
     assert not lock.acquire(0.0), "what follows may change the state"
 
 
