@@ -39,8 +39,8 @@ class LateStop:
         self._worker, self._trainer, self._exits = worker, trainer, exits
         self._world, self._end_notices, self._end = world, end_notices, end
         self._saving = threading.Lock()
-        """for one thread at a time: two would write into one file. The training thread waits for a late stop, and may
-        count as lost meanwhile"""
+        """for one thread at a time, as both would use the same buffers. The training thread waits for a late stop, and
+        may count as lost meanwhile"""
 
     def save(self, seconds: float) -> None:
         """Save the last commit and end the process, on another thread than the training thread. Does nothing where that

@@ -205,7 +205,7 @@ def test_an_agent_that_was_suspended_for_longer_than_the_grace_goes_on(trio: Own
     """It is asked before it has had an answer."""
     code = """
 import sys
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 from elastic_train.rendezvous.etcd_handler import AgentsHandler
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.world import from_json
@@ -429,7 +429,7 @@ def test_an_agent_that_starts_as_the_last_one_leaves_goes_on(
 
 AGENT_OF_ONE = """
 import sys
-from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from elastic_train.rendezvous.etcd_handler import AgentsHandler
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 

@@ -300,7 +300,8 @@ class SimParts:
         step = 0 if state.taken is None else state.taken.step
         is_first = not worker.num_commits
         process.sleep(simulation.plan.work.seconds(simulation.machines.random, world.rank, step, is_first=is_first))
-        self.last_votes = Votes(*worker.stop.votes(), self._membership.vote())  # type: ignore[call-arg]
+        told_to_stop, leaving = worker.stop.votes()
+        self.last_votes = Votes(told_to_stop, leaving, self._membership.vote())
         watcher.do(Activity.REDUCE)
         votes: list[Votes] = group.exchange(self.last_votes)
         watcher.do(Activity.COMPUTE)

@@ -429,7 +429,6 @@ def test_a_port_that_was_taken_on_another_address_meanwhile_is_served(clock: Clo
 
 MEMBER = """
 import sys
-from elastic_train.protocol.store import TorchStore
 from elastic_train.protocol.signposts import Signposts
 
 port = int(sys.argv[1])
@@ -817,7 +816,6 @@ def forking(port: int) -> Iterator[tuple[subprocess.Popen[str], Callable[[], int
     """A process that serves a port; what makes it fork a child that stays, and gives the child's pid."""
     code = f"""
 import os, signal, sys
-from elastic_train.protocol.store import TorchStore
 from elastic_train.protocol.signposts import serve
 
 server = serve("localhost", {port})
