@@ -321,19 +321,23 @@ class Modes:
     modes, on survivors and newcomers alike."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = modules = list(modules)
+        modules = list(modules)
         self._modes = [(layer, layer.training) for module in modules for layer in module.modules()]
+        self._places = [(module, {name: one.training for name, one in module.named_modules()}) for module in modules]
         self._trained = [(one, one.requires_grad) for module in modules for one in module.parameters()]
         self._has_gradients = torch.is_grad_enabled()
 
     def put_back(self) -> None:
-        """Restore the recorded modes. Layers that are new get the mode of the module that they are in."""
+        """Restore the recorded modes. A layer that is new gets the mode of the one that was in its place; in a new
+        place, of the layer that it is in."""
+        known = {id(layer): is_training for layer, is_training in self._modes}
         for layer, is_training in self._modes:
             layer.training = is_training
-        known = {id(layer) for layer, _ in self._modes}
-        for module in self._modules:
-            for layer in module.modules():
-                layer.training = layer.training if id(layer) in known else module.training
+        for module, recorded in self._places:
+            found = dict(recorded)
+            for name, layer in module.named_modules():
+                in_place = found.get(name, found.get(name.rpartition(".")[0], module.training))
+                layer.training = found[name] = known.get(id(layer), in_place)
         for parameter, is_trained in self._trained:
             if parameter.requires_grad != is_trained:
                 parameter.requires_grad_(is_trained)

@@ -604,6 +604,19 @@ def test_layers_that_the_function_has_exchanged_begin_as_their_module_does() -> 
     assert [module.training for module in model.modules()] == [True, True, False, True, True]
 
 
+def test_a_frozen_layer_that_the_function_has_exchanged_stays_frozen() -> None:
+    """The layer in its place counts. Else a frozen BatchNorm, converted, takes its statistics from the second world on,
+    and waits for the ranks of newcomers, where it is still frozen."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.BatchNorm1d(3), nn.Dropout()).eval(), nn.BatchNorm1d(3))
+    model[2].eval()
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), length=8, global_batch_size=4, epochs=2)
+    nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model[1].append(nn.Dropout())
+    assert not any(module.training for module in (model[1][0], model[2])), "as torch converts them"
+    state.modes.put_back()
+    assert [module.training for module in model.modules()] == [True, True, False, False, False, False, False]
+
+
 def test_modules_among_the_extras_are_put_into_their_modes_too() -> None:
     """A function of the user's was interrupted in an evaluation: a newcomer's modules are not in eval mode."""
     gan, teacher = Gan(), nn.Sequential(nn.Linear(3, 4), nn.Dropout()).eval()
