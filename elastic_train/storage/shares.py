@@ -82,7 +82,7 @@ class SharedState:
         # In front, because torch.save numbers all tensors, and the numbers are part of the bytes.
         self._state = {ALIKE: alike, **state}
         self.fleet = fleet
-        self.num_bytes = sum(memories.values())
+        self.num_bytes = sum(tensor.nbytes for tensor in alike)  # not of `memories`: a copy has other ones
         self.first, self.end = addresses[0], addresses[-1] + memories.get(addresses[-1], 0)
         """The addresses of the first tensor that is equal on all nodes, and of the end of the last one."""
 

@@ -32,7 +32,7 @@ from elastic_train.storage.shares import (
     taken_over,
 )
 from elastic_train.storage.snapshot import find_snapshots, first_whole
-from elastic_train.storage.state_bytes import read_state
+from elastic_train.storage.state_bytes import HostBuffers, read_state
 from elastic_train.storage.store_arms import MemoryArm
 from elastic_train.storage.store_urls import parse_url
 from tests.unit.test_bucket import CountingArm, Stops, bucket_of, newest, save, writer_to
@@ -208,6 +208,15 @@ def test_a_modules_metadata_stays_and_a_state_without_tensors_is_no_ones_share()
     assert shared._state["model"]._metadata == state["model"]._metadata  # type: ignore[attr-defined]
     assert shared.num_bytes == 32
     assert {zone for zone, _, _ in cut({"model": {}, "optimizer": {}, "extras": {}})[0]} == {HEAD}
+
+
+def test_the_copy_of_a_state_is_as_large_as_the_state() -> None:
+    """The first node asks of its copy whether to share, and the others of the state. In the copy tied weights are two
+    tensors, and a slice of a large tensor is a small one."""
+    tied, large = torch.zeros(8), torch.zeros(1000)
+    state = {"model": {"w": tied, "v": tied}, "optimizer": {"state": large[:8]}, "extras": {}}
+    fleet = Fleet(HOSTS, 0, EQUAL, lambda: None)
+    assert SharedState(state, fleet).num_bytes == SharedState(HostBuffers().copy(state), fleet).num_bytes == 96
 
 
 # --- who sends what ---------------------------------------------------------------------------------------------------
