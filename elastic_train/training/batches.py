@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import Dataset
 
 from elastic_train.config import Config
-from elastic_train.errors import UsageError
 from elastic_train.training.epoch_dataset import EpochDataset
 from elastic_train.training.loader_processes import open_loader
 from elastic_train.training.sampler import MicroBatch, StepSampler, steps_per_epoch
@@ -90,7 +89,7 @@ def steps(
             only); None for all.
         warn: as `open_loader`'s.
 
-    Raises: UsageError: a batch of samples is None.
+    Raises: TypeError: a batch of samples is None. As for any error of the data, only this node may have it.
     """
     reader = EpochDataset(dataset, seed=config.seed, collate=collate)
     sampler = RunSampler(state, world, config, first_ranks)
@@ -104,9 +103,9 @@ def steps(
     step: list[tuple[MicroBatch, Any]] = []
     for micro_batch, batch in fetched:
         if batch is None and len(micro_batch.indices):  # None stands for no samples: another would be trained instead
-            raise UsageError(
-                f"collate gave None for sample {micro_batch.indices[0]} of the data set: no sample can be skipped; "
-                "give a batch without effect on the loss, or a data set without such samples"
+            raise TypeError(
+                f"the batch of sample {micro_batch.indices[0]} of the data set is None: no sample can be skipped; give "
+                "a batch without effect on the loss, or a data set without such samples"
             )
         step.append((micro_batch, batch))
         if micro_batch.is_last:

@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from elastic_train.config import Config
 from elastic_train.elastic.whole_steps import stand_in_batch
 from elastic_train.elastic.worker import make_state
-from elastic_train.errors import UsageError
 from elastic_train.stopping import die_with_parent
 from elastic_train.training import loader_processes
 from elastic_train.training.batches import pinned, steps
@@ -209,7 +208,7 @@ def test_a_batch_of_nothing_is_no_rank_without_samples(num_workers: int) -> None
     model, config = torch.nn.Linear(2, 1), Config(num_workers=num_workers, global_batch_size=1, epochs=1)
     state = TrainState(model, torch.optim.SGD(model.parameters()), length=4, global_batch_size=1, epochs=1)
     world = World(rank=0, generation=0, members=(MEMBER,))
-    with pytest.raises(UsageError, match=r"^collate gave None for sample [23] of the data set: "):
+    with pytest.raises(TypeError, match=r"^the batch of sample [23] of the data set is None: "):
         list(steps(Pids(), collate_or_nothing, state, world, config, CPU))
 
 
