@@ -18,7 +18,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 
 from elastic_train.errors import ElasticTrainError, LeftOut, StoreRefused, StoreUnreachable, going_on
 from elastic_train.protocol.arbiter import Arbiter, Claims
@@ -29,8 +29,8 @@ from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_arbiter import arbiter_in
 from elastic_train.rendezvous.etcd_connections import ATTEMPT_SECONDS, Connections, Entry
 from elastic_train.rendezvous.etcd_errors import LeaseLost
-from elastic_train.rendezvous.etcd_job import NodeLease, leave_job, note_worker, open_job
-from elastic_train.rendezvous.etcd_store import EtcdStore, stamp, text_of
+from elastic_train.rendezvous.etcd_job import JobEntry, NodeLease, leave_job, note_worker, open_job
+from elastic_train.rendezvous.etcd_store import stamp, text_of
 from elastic_train.world import Address
 
 LOOK_SECONDS = 0.3
@@ -212,14 +212,7 @@ class EtcdFinder(Finder):
     def _open(self, etcd: Etcd) -> None:
         """Open the job's entry and note this worker in it. Raises: StoreUnreachable, StoreRefused."""
         try:
-            while True:
-                job = open_job(etcd, self._settings, self._run_id, ENTRY_SECONDS)
-                store = EtcdStore(self._etcd, lease=job.lease, guard=job.guard)
-                own = NodeLease(store, job, self._uid, json.dumps(self._address), self._seconds)
-                with contextlib.suppress(LeftOut):  # the last other worker has just deleted the entry
-                    note_worker(replace(store, etcd=etcd), job, self._uid, self._address)
-                    own.keep()
-                    break
+            own = open_job(etcd, self._settings, self._run_id, partial(self._enter, etcd), ENTRY_SECONDS)
         except (StoreUnreachable, StoreRefused) as error:
             self._no_entry = error
             raise
@@ -229,6 +222,12 @@ class EtcdFinder(Finder):
             self._arbiter = self._bound(arbiter_in(own))
             if before is not None and self._has_world:
                 self._warn(ENTRY_LOST)  # last, as it may hang or raise
+
+    def _enter(self, etcd: Etcd, job: JobEntry) -> NodeLease:
+        note_worker(job.store(etcd), job, self._uid, self._address)
+        own = NodeLease(job.store(self._etcd), job, self._uid, json.dumps(self._address), self._seconds)
+        own.keep()
+        return own
 
     def _before_retry(self, why: str) -> None:
         """Raise Stopped if this worker is to stop, else report the wait. For the training thread, between attempts."""

@@ -26,6 +26,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous.api import (
@@ -42,9 +43,9 @@ from elastic_train.protocol.addresses import address_towards, split_endpoint
 from elastic_train.protocol.group_store import GroupStoreServer
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections
-from elastic_train.rendezvous.etcd_job import NodeLease, delete_job, open_job
+from elastic_train.rendezvous.etcd_job import JobEntry, NodeLease, delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
-from elastic_train.rendezvous.etcd_store import EtcdStore, Listing, text_of
+from elastic_train.rendezvous.etcd_store import Listing, text_of
 from elastic_train.system import answer_of
 
 SETTLE_SECONDS = 1.0
@@ -97,6 +98,10 @@ def exit_barrier_keys(run_id: str, round_: int) -> tuple[str, str]:
     return f"{prefix}/num_members", f"{prefix}/last_member"
 
 
+def connect(host: str, port: int, seconds: float) -> TCPStore:
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+
+
 class ExitBarrier:
     """torchrun's exit barrier of one round, for the thread that keeps the leases. A frozen server answers no call, and
     torch's have no deadline there: each is on a thread of its own.
@@ -129,11 +134,9 @@ class ExitBarrier:
     def is_begun(self, seconds: float) -> bool | None:
         """Return whether an agent has finished and waits here; None if the server is frozen or gone: then a node is
         lost, which ends the round anyway. Blocks `seconds` at most."""
-        host, port, timeout = self._store.host, self._store.port, timedelta(seconds=seconds)
 
         def ask() -> bool:
-            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-            return store.add(self._counter, 0) > 0
+            return connect(self._store.host, self._store.port, seconds).add(self._counter, 0) > 0
 
         if self._asked is None or self._asked.done():
             self._asked = answer_of(ask, "exit-barrier")
@@ -166,15 +169,10 @@ class AgentsHandler(RendezvousHandler):
         self._address = parameters.local_addr or address_towards([*map(split_endpoint, settings.endpoints)], print)
         self._node = f"{self._address}-{uuid.uuid4().hex[:12]}"
         try:
-            while True:
-                self._job = open_job(etcd, settings, parameters.run_id)
-                self._store = EtcdStore(etcd, lease=self._job.lease, guard=self._job.guard)
-                self._lease = NodeLease(self._store, self._job, self._node, self._address, lease)
-                with suppress(LeftOut):  # the last other agent has just deleted the job; from now on none does
-                    self._lease.keep()
-                    break
+            self._lease = open_job(etcd, settings, parameters.run_id, partial(self._enter, etcd))
         except (StoreUnreachable, StoreRefused) as error:
             raise RendezvousConnectionError(str(error)) from error
+        self._job, self._store = self._lease.job, self._lease.store
         self._prefix = self._job.prefix
         self._keys = Listing(f"{self._prefix}/")
         self._round = -1  # the newest round with this node in it
@@ -188,6 +186,11 @@ class AgentsHandler(RendezvousHandler):
         # After a signal torch does not call it, because that would close its own rendezvous for good.
         atexit.register(self.shutdown)
         self._keeper.start()
+
+    def _enter(self, etcd: Etcd, job: JobEntry) -> NodeLease:
+        own = NodeLease(job.store(etcd), job, self._node, self._address, self._lease_seconds)
+        own.keep()
+        return own
 
     # --- what torchrun calls ------------------------------------------------------------------------------------------
 
@@ -323,10 +326,10 @@ class AgentsHandler(RendezvousHandler):
         if not self._has_everybody_entered(members, number, deadline):
             return None
         host, port = json.loads(text)
-        timeout = timedelta(seconds=self._read_seconds)
+        seconds = self._read_seconds
         try:
-            raw = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        except RuntimeError as error:
+            raw = answer_of(partial(connect, host, port, seconds), "round-store").result(seconds)
+        except (RuntimeError, TimeoutError) as error:
             if members[0] in self._keys.below("nodes"):
                 raise RendezvousConnectionError(f"the agent of rank 0 at {host}:{port}: {first_line(error)}") from error
             return None

@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from elastic_train.errors import LeftOut, StoreUnreachable
 from elastic_train.protocol.heartbeat import LONGEST_PAUSE, AwakeTime
@@ -31,6 +32,7 @@ MOST_TURNS = 100
 """attempts to open a job that other workers open and end at the same time"""
 MOST_BETWEEN = 15.0
 """seconds after which each worker reads the entry again; so all notice a new one within arbiter.MOVED_SECONDS"""
+Entered = TypeVar("Entered")
 NO_STAMP = b"-" * 12
 """replaces a stamp (etcd_store.py): the token is unique to its writer"""
 
@@ -46,6 +48,10 @@ class JobEntry:
     guard: Entry
     """that names it"""
 
+    def store(self, etcd: Etcd) -> EtcdStore:
+        """Return the store of its keys."""
+        return EtcdStore(etcd, lease=self.lease, guard=self.guard)
+
     def keep(self, etcd: Etcd) -> None:
         """Start the lease's time anew.
 
@@ -56,17 +62,25 @@ class JobEntry:
             raise LeftOut("this worker's job is over, or was taken over: its lease in etcd has run out")
 
 
-def open_job(etcd: Etcd, settings: EtcdSettings, run_id: str, lease_seconds: float = 0.0) -> JobEntry:
+def open_job(
+    etcd: Etcd, settings: EtcdSettings, run_id: str, enter: Callable[[JobEntry], Entered], lease_seconds: float = 0.0
+) -> Entered:
     """Open the job of a run id, or begin one, with a lease of at least `lease_seconds`. Blocks as calls of `etcd` do.
+
+    Args:
+        enter: writes a first key of the job. Where it raises LeftOut, the last worker has just deleted the job, and the
+            next one is opened.
+
+    Returns: what `enter` returned.
 
     Raises:
         StoreUnreachable, StoreRefused: as every call.
     """
     key = f"{settings.prefix}/{run_id}/job"
     lease_seconds = max(MIN_LEASE_SECONDS, 2 * settings.grace, lease_seconds)
-    # One number, so that a slow etcd grants one lease for all requests, in this call and the next ones.
-    lease = etcd.connections.drawn_lease = etcd.connections.drawn_lease or secrets.randbits(62) | 1
     for _ in range(MOST_TURNS):
+        # One number, so that a slow etcd grants one lease for all requests, in this call and the next ones.
+        lease = etcd.connections.drawn_lease = etcd.connections.drawn_lease or secrets.randbits(62) | 1
         entry = etcd.get(key)
         if entry is None:
             token = secrets.token_hex(6)
@@ -82,12 +96,12 @@ def open_job(etcd: Etcd, settings: EtcdSettings, run_id: str, lease_seconds: flo
         job = JobEntry(f"{settings.prefix}/{run_id}/{token}", int(of_job), float(seconds), guard=entry)
         try:
             job.keep(etcd)
-        except LeftOut:  # the lease ran out, or was revoked, at this moment
-            continue
-        now = etcd.get(key)
-        if now is not None and now.create_revision == entry.create_revision:
+            entered = enter(job)
+        except LeftOut:  # the lease ran out, or the last worker has deleted the job meanwhile, and revokes its lease
             etcd.connections.drawn_lease = 0
-            return job  # otherwise the last worker has deleted the job meanwhile
+            continue
+        etcd.connections.drawn_lease = 0
+        return entered
     raise StoreUnreachable(f"no job can be opened under {key} in etcd: others come and go faster than it can be read")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,16 +13,22 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousParameters,
+)
 
 from elastic_train.errors import LeftOut, StoreRefused, StoreUnreachable
+from elastic_train.rendezvous import etcd_handler
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_errors import LeaseLost
 from elastic_train.rendezvous.etcd_handler import AgentsHandler, exit_barrier_keys
-from elastic_train.rendezvous.etcd_job import NodeLease, delete_job, open_job
+from elastic_train.rendezvous.etcd_job import JobEntry, NodeLease, delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.etcd_store import EtcdStore
 from elastic_train.tools.drills.nodes import wait_until
@@ -308,7 +315,7 @@ def test_all_workers_open_the_same_job(trio: OwnEtcd, etcd: Etcd) -> None:
     jobs: list[object] = []
     workers = [connect(trio.settings()) for _ in range(8)]
     threads = [
-        threading.Thread(target=lambda its: jobs.append(open_job(its, trio.settings(), "one")), args=(worker,))
+        threading.Thread(target=lambda its: open_job(its, trio.settings(), "one", jobs.append), args=(worker,))
         for worker in workers
     ]
     for thread in threads:
@@ -324,8 +331,12 @@ def test_all_workers_open_the_same_job(trio: OwnEtcd, etcd: Etcd) -> None:
 
 def test_an_entry_that_the_last_one_takes_away_meanwhile_is_not_opened(trio: OwnEtcd, etcd: Etcd) -> None:
     """Its lease is not revoked yet."""
-    first = open_job(etcd, trio.settings(), "two")
+    first = open_job(etcd, trio.settings(), "two", lambda job: job)
     real, asked = etcd.refresh, list[int]()
+
+    def write_first(job: JobEntry) -> JobEntry:
+        EtcdStore(etcd, lease=job.lease, guard=job.guard).put(f"{job.prefix}/key", "value")
+        return job
 
     def take_away(lease: int) -> bool:
         asked.append(lease)
@@ -335,17 +346,30 @@ def test_an_entry_that_the_last_one_takes_away_meanwhile_is_not_opened(trio: Own
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(etcd, "refresh", take_away)
-        job = open_job(etcd, trio.settings(), "two")
+        job = open_job(etcd, trio.settings(), "two", write_first)
     assert asked == [first.lease, job.lease]
-    EtcdStore(etcd, lease=job.lease, guard=job.guard).put(f"{job.prefix}/key", "value")
     delete_job(etcd, job)
     assert not etcd.below("/elastic_train/two/")[0], "nothing is left"
 
 
-def make_agent(cluster: OwnEtcd, run_id: str, min_nodes: int = 1) -> AgentsHandler:
+def make_agent(cluster: OwnEtcd, run_id: str, min_nodes: int = 1, read_timeout: float = PATIENCE) -> AgentsHandler:
     settings = cluster.settings(min_nodes=min_nodes, max_nodes=4, last_call=2.0)
     parameters = RendezvousParameters("etcd3", "unused", run_id, min_nodes, 4, local_addr="127.0.0.1")
-    return AgentsHandler(parameters, settings, lease=10.0, join_timeout=PATIENCE, read_timeout=PATIENCE)
+    return AgentsHandler(parameters, settings, lease=10.0, join_timeout=PATIENCE, read_timeout=read_timeout)
+
+
+def test_a_frozen_server_of_a_round_is_waited_for_as_long_as_the_read_timeout(
+    trio: OwnEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel accepts the connection, and nobody answers; torch's TCPStore has no deadline for that."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(
+            etcd_handler, "GroupStoreServer", lambda _host: SimpleNamespace(address=silent.getsockname())
+        )
+        agent = make_agent(trio, "frozen", read_timeout=1.0)
+        with pytest.raises(RendezvousConnectionError, match=r"rank 0 at 127\.0\.0\.1"):
+            agent.next_rendezvous()
+    agent.shutdown()
 
 
 @pytest.mark.parametrize("is_one_through", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -451,10 +475,10 @@ def test_an_agent_that_is_told_to_stop_leaves_nothing_behind(trio: OwnEtcd, etcd
 
 
 def test_who_wakes_up_in_an_entry_that_is_gone_writes_nothing(trio: OwnEtcd, etcd: Etcd) -> None:
-    first = open_job(etcd, trio.settings(), "again")
+    first = open_job(etcd, trio.settings(), "again", lambda job: job)
     store = EtcdStore(etcd, lease=first.lease, guard=first.guard)
     delete_job(etcd, first)
-    second = open_job(etcd, trio.settings(), "again")
+    second = open_job(etcd, trio.settings(), "again", lambda job: job)
     assert second.prefix != first.prefix
     with pytest.raises(LeftOut):
         store.put(f"{first.prefix}/late", "x")
@@ -481,7 +505,7 @@ def test_a_full_database_has_the_grace_to_be_mended(tmp_path: Path) -> None:
             fill()
         beginning = connect(cluster.settings())
         with pytest.raises(StoreRefused, match=r"refuses to write: .*space exceeded; .*defragmented"):
-            open_job(beginning, cluster.settings(), "full")
+            open_job(beginning, cluster.settings(), "full", lambda job: job)
         with pytest.raises(StoreRefused, match=r"refuses to write: .*space exceeded; .*defragmented"):
             EtcdStore(beginning).put("here", "")
         for etcd in (running, beginning):

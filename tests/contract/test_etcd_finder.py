@@ -227,7 +227,7 @@ def test_an_entry_with_a_shorter_lease_than_the_workers_does_not_run_out(
     with monkeypatch.context() as patch:
         patch.setattr(etcd_job, "MIN_LEASE_SECONDS", seconds)
         shorter = replace(etcd_settings, grace=1.0)
-        opened = etcd_job.open_job(Etcd(connections, PATIENCE), shorter, request.node.name)
+        opened = etcd_job.open_job(Etcd(connections, PATIENCE), shorter, request.node.name, lambda job: job)
     finder = make(("h", 1), lease=600.0)
     assert finder._own.job == opened
     time.sleep(2.5 * seconds)

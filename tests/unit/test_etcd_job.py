@@ -87,7 +87,7 @@ def test_a_slow_etcd_is_left_with_one_lease_of_an_entry() -> None:
     near = Near()
     near.is_slow = True
     etcd = Etcd(near, deadline=60.0)
-    job = etcd_job.open_job(etcd, near.settings, "run", 86400.0)
+    job = etcd_job.open_job(etcd, near.settings, "run", lambda job: job, 86400.0)
     assert near.granted == [job.lease]
 
 
@@ -117,7 +117,7 @@ def test_a_keeper_that_etcd_does_not_answer_for_long_draws_one_lease_of_a_day() 
 def test_a_start_waits_the_grace_where_etcd_reads_and_does_not_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """As while it has no leader, or its disk stalls: that the entry is there already ends nobody."""
     near = Near()
-    etcd_job.open_job(Etcd(near, deadline=2.0), near.settings, "run", 86400.0)
+    etcd_job.open_job(Etcd(near, deadline=2.0), near.settings, "run", lambda job: job, 86400.0)
     near.is_full = True
 
     def sleep(seconds: float) -> None:
@@ -138,7 +138,7 @@ def test_a_start_waits_the_grace_where_etcd_reads_and_does_not_write(monkeypatch
 def test_the_last_worker_removes_the_entry_however_many_were_killed(num_dead: int, last: Probe) -> None:
     near = Near()
     etcd = Etcd(near, deadline=2.0)
-    job = etcd_job.open_job(etcd, near.settings, "run", 86400.0)
+    job = etcd_job.open_job(etcd, near.settings, "run", lambda job: job, 86400.0)
     store = EtcdStore(etcd, lease=job.lease, guard=job.guard)
     for number in range(num_dead):
         etcd_job.note_worker(store, job, f"w{number:03}", ("h", number))
@@ -159,7 +159,7 @@ def test_the_last_worker_removes_the_entry_however_many_were_killed(num_dead: in
 def test_who_leaves_many_that_live_looks_at_some_of_them() -> None:
     near = Near()
     etcd = Etcd(near, deadline=2.0)
-    job = etcd_job.open_job(etcd, near.settings, "run", 86400.0)
+    job = etcd_job.open_job(etcd, near.settings, "run", lambda job: job, 86400.0)
     store = EtcdStore(etcd, lease=job.lease, guard=job.guard)
     for number in range(100):
         etcd_job.note_worker(store, job, f"w{number:03}", ("h", number))
@@ -178,7 +178,7 @@ def test_a_lease_that_runs_out_within_a_turn_of_its_keeper_is_granted_again() ->
     """As on a machine that is frozen between two calls; agents took it for the end of the job."""
     near = Near()
     etcd = Etcd(near, deadline=2.0)
-    job = etcd_job.open_job(etcd, near.settings, "run")
+    job = etcd_job.open_job(etcd, near.settings, "run", lambda job: job)
     own = NodeLease(EtcdStore(etcd, lease=job.lease, guard=job.guard), job, "node", "address", 10.0)
     own.keep()
     before, transact = own.lease, near.kvstub.Txn
@@ -208,9 +208,9 @@ def test_who_leaves_a_lost_entry_leaves_the_next_one_alone(leave: Callable[[Etcd
     """In a cluster that came back empty, both may have been created by the same revision."""
     near = Near()
     etcd = Etcd(near, deadline=2.0)
-    lost = etcd_job.open_job(etcd, near.settings, "run", 86400.0)
+    lost = etcd_job.open_job(etcd, near.settings, "run", lambda job: job, 86400.0)
     near.server.clear()
-    job = etcd_job.open_job(etcd, near.settings, "run", 86400.0)
+    job = etcd_job.open_job(etcd, near.settings, "run", lambda job: job, 86400.0)
     assert lost.guard.create_revision == job.guard.create_revision
     assert lost.prefix != job.prefix
     with pytest.raises(LeftOut):
