@@ -40,6 +40,8 @@ FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 OF_OTHER_PROGRAMS = {"--ntasks-per-node", "--signal", "--logdir", "--dport", "--auto-compaction-retention"}
 """srun's two, tensorboard's, iptables', etcd's"""
+OF_NEW_TORCHRUN = {"--shutdown-timeout"}
+"""since torch 2.15; pages say so"""
 PLACEHOLDERS = {"bf16|fp16": "bf16"}
 
 
@@ -123,7 +125,7 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 def test_every_flag_exists() -> None:
     ours = {flag(field.name) for of in (Config, Flags) for field in dataclasses.fields(of) if field.name != "own_flags"}
-    known = {*ours, *options_of(make_parser()), *options_of(get_args_parser()), *OF_OTHER_PROGRAMS}
+    known = {*ours, *options_of(make_parser()), *options_of(get_args_parser()), *OF_OTHER_PROGRAMS, *OF_NEW_TORCHRUN}
     shown = {name for text in (*typed(), *FENCED.findall(TEXT)) for name in FLAG.findall(text)}
     assert len(shown) > 40
     assert shown <= known, shown - known

@@ -214,8 +214,8 @@ def grace_is_long_enough(gathered: Gathered) -> list[Finding]:
         "grace: ",
         f"{what}; between the signal and the kill are {grace:.0f} s",
         "a worker that is told to stop is killed before its state is safe",
-        "raise terminationGracePeriodSeconds, SLURM's KillWait or --signal, and torchrun's --shutdown-timeout, and "
-        "tell this check by --grace",
+        "raise terminationGracePeriodSeconds, SLURM's KillWait or --signal, and torchrun's --shutdown-timeout "
+        "(torch 2.15), and tell this check by --grace",
     )
     given = [(one.notice_seconds, one.notices_of) for one in gathered.workers if one.notice_seconds is not None]
     if given:
