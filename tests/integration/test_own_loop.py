@@ -1106,15 +1106,39 @@ elastic_train.run(train, model, optimizer, data, elastic_train.parse_flags())
 """
 
 
+MEAN_OVER_TOKENS = """
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+import elastic_train
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+tokens = torch.randint(0, 5, (130, 12))
+labels = torch.where(torch.arange(12) < torch.randint(1, 13, (130, 1)), tokens.roll(-1, 1), -100)
+
+
+RECIPE
+
+
+model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+elastic_train.run(train, model, optimizer, TensorDataset(tokens, labels), elastic_train.parse_flags())
+"""
+
+
 @pytest.mark.slow
-def test_a_loss_over_all_samples_of_a_step_as_the_readme_has_it(cluster: Cluster) -> None:
+@pytest.mark.parametrize(
+    ("script", "sign"), [(OF_ALL_RANKS, "of_all_ranks"), (MEAN_OVER_TOKENS, "!= -100")], ids=["clip", "tokens"]
+)
+def test_a_loss_over_all_samples_of_a_step_as_the_readme_has_it(cluster: Cluster, script: str, sign: str) -> None:
     """64 samples on three ranks, and two at the end of an epoch, are those of one rank."""
     readme = (Path(own_loop.__file__).parents[1] / "training" / "README.md").read_text()
-    [snippet] = [part for part in readme.split("```") if part.startswith("python\n") and "of_all_ranks" in part]
-    function, loop = snippet.removeprefix("python\n").split("\n\n\n")
-    begin = "def train(training):\n    ddp = training.parallel()\n    for _ in training.epochs():\n"
-    recipe = f"{function}\n\n\n{begin}{indent(loop, ' ' * 8)}"
-    (cluster.path / "script.py").write_text(OF_ALL_RANKS.replace("RECIPE", recipe))
+    [snippet] = [part for part in readme.split("```") if part.startswith("python\n") and sign in part]
+    *functions, loop = snippet.removeprefix("python\n").split("\n\n\n")
+    begin = "def train(training):\n    ddp, optimizer = training.parallel(), training.optimizer\n"
+    train = f"{begin}    for _ in training.epochs():\n{indent(loop, ' ' * 8)}"
+    (cluster.path / "script.py").write_text(script.replace("RECIPE", "\n\n\n".join([*functions, train])))
     flags = ["script.py", "--epochs", "2", "--global-batch-size", "64", "--run-dir"]
     three = cluster.launch([*TORCHRUN, "--standalone", "--nproc-per-node=3", *flags, "three"], {})
     one = cluster.launch([PYTHON, *flags, "one"], {})
