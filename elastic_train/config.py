@@ -142,6 +142,8 @@ class JobFlags:
     """keep for good the first snapshot of every so many steps; default: none"""
     keep_best: int = at_least(0, 0)
     """how many best snapshots to keep, by test accuracy or training.keep(); each new best result writes one"""
+    peer_timeout: float = positive(10.0)
+    """seconds of silence after which a peer is taken for dead (hang, partition)"""
     stall_timeout: float | None = positive(None)
     """seconds until a live member that does not enter the collective in which all others wait is expelled, but at least
     1,800 s before its first commit; default: the larger of 300 s and 20 median steps"""
@@ -177,8 +179,6 @@ class NodeFlags:
     """batches that each DataLoader process reads ahead; default: torch's, 2"""
     multiprocessing_context: Literal["fork", "spawn"] | None = dataclasses.field(default=None, metadata=_FORK_OR_SPAWN)
     """how DataLoader processes start: spawn if the data set must not be forked; default: Python's"""
-    peer_timeout: float = positive(10.0)
-    """seconds of silence after which a peer is taken for dead (hang, partition)"""
     wait_timeout: float = positive(600.0)
     """seconds to wait for --min-nodes, or for silent nodes that are needed to go on, before giving up"""
     formation_timeout: float = positive(300.0)

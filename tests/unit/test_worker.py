@@ -230,6 +230,12 @@ def test_members_agree_on_which_parameters_each_optimizer_trains_in_which_order(
     assert usual != found([{"params": [first, second]}, {"params": rest}], judge_of(critic.weight, critic.bias))
 
 
+def test_members_agree_on_the_peer_timeout() -> None:
+    """A death that one member counts as proven in time would be late for another: two worlds would have one parent."""
+    with pytest.raises(Refused, match=r"^--peer-timeout is 30\.0 here and 2\.0 on the run"):
+        require_agreement(agreement_of(peer_timeout=30.0), agreement_of(peer_timeout=2.0))
+
+
 def test_members_agree_on_a_bucket_and_not_on_a_folder() -> None:
     assert agreement_of(snapshot_dir="memory://here")["--snapshot-dir"] == "memory://here"
     assert "--snapshot-dir" not in agreement_of(snapshot_dir="/a/folder")
