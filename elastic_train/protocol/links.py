@@ -141,7 +141,10 @@ class Calls:
         connection.socket.setblocking(False)
         connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * user_timeout))
-        code = connection.socket.connect_ex(connection.address)
+        try:
+            code = connection.socket.connect_ex(connection.address)
+        except socket.gaierror:  # a link-local address of another machine, with the name of an interface there
+            code = errno.EHOSTUNREACH
         if code in (0, errno.EINPROGRESS):
             self._sockets.selector.register(connection.socket, selectors.EVENT_WRITE, serve)
             return 0

@@ -808,6 +808,15 @@ def descriptors() -> set[str]:
     return found
 
 
+def test_an_address_of_an_interface_that_is_not_here_is_only_silent(open_links: Open) -> None:
+    """A link-local address is told with the name that its interface has there."""
+    a, before = open_links("a"), descriptors()
+    a.watch([("b", ("fe80::1%nosuch0", 1))], EPOCH)
+    pass_time(3 * INTERVAL, a)
+    assert heard(a, "b").refused_at is None
+    assert descriptors() == before
+
+
 def test_it_goes_on_accepting_and_keeps_no_connection_of_a_probe(open_links: Open) -> None:
     links = open_links("a")
     before = descriptors()
