@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from elastic_train.errors import StoreUnreachable
 
 
 class MemoryStore:
@@ -44,3 +46,20 @@ class MemoryStore:
 
     def keys(self) -> list[str]:
         return list(self.values)
+
+
+class MemoryClient(MemoryStore):
+    """A client of such a store. Like a TorchStore it is of no use any more after one read without an answer."""
+
+    def __init__(self, served: MemoryStore, is_silent: Callable[[], bool] = lambda: False) -> None:
+        super().__init__()
+        self.values, self._is_silent, self._is_lost = served.values, is_silent, False
+
+    def get(self, key: str) -> str | None:
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[str]) -> list[str | None]:
+        self._is_lost = self._is_lost or self._is_silent()
+        if self._is_lost:
+            raise StoreUnreachable("no answer")
+        return super().get_many(keys)

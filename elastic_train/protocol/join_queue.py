@@ -198,14 +198,12 @@ class Entrance:
         for address in self._finder.addresses()[:MOST_FOLLOWED]:
             if address == self._address:
                 continue
-            try:
+            with suppress(StoreUnreachable):
                 found = self._follow(address)
                 if found is not None and found.address != self._address:
                     if not found.rests:
                         return self._go_to(found)
                     resting.append(found)
-            except StoreUnreachable:
-                self._clients.lose(address)
         with suppress(StoreUnreachable):
             return bool(resting) and self._go_to(resting[0])
         return False
@@ -224,10 +222,15 @@ class Entrance:
         self._known, self._judged_at = KnownJob(tuple(stores[:MOST_KNOWN]), self._clock()), -math.inf
 
     def _follow(self, address: Address) -> _Host | None:
-        """Return the host that the store at `address` names, if the host's own store names it as well."""
+        """Return the host that the store at `address` names, if the host's own store names it as well. Raises:
+        StoreUnreachable if one of the two does not answer; the next call asks it over a new connection."""
         for _ in range(2):
             store = self._own if address == self._address else self._clients.at(address)
-            text, run_id, rests = store.get_many(["host", "run_id", "rests"])
+            try:
+                text, run_id, rests = store.get_many(["host", "run_id", "rests"])
+            except StoreUnreachable:
+                self._clients.lose(address)
+                raise
             if not text or run_id != self._run_id:
                 return None
             named = address_of(text)

@@ -309,9 +309,10 @@ class Announcements:
 
     def are_ready(self, world: World) -> bool:
         """Return whether all workers of `world` are ready. Raises: StoreUnreachable."""
-        return int(self._clients.of_rank(world, 0).get(f"{world.key}/ready/count") or 0) >= world.world_size
+        number = self._clients.ask(world.members[0], lambda store: store.get(f"{world.key}/ready/count"))
+        return int(number or 0) >= world.world_size
 
     def not_ready(self, world: World) -> tuple[int, ...]:
         """Return the ranks that are not ready, for a message. Raises: StoreUnreachable."""
-        ready = set(map(int, entries(self._clients.of_rank(world, 0), f"{world.key}/ready")))
+        ready = set(map(int, self._clients.ask(world.members[0], lambda store: entries(store, f"{world.key}/ready"))))
         return tuple(rank for rank in range(world.world_size) if rank not in ready)

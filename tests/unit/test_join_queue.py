@@ -29,7 +29,7 @@ from elastic_train.protocol.launcher import Launcher
 from elastic_train.protocol.probes import Probe
 from elastic_train.protocol.store import Clients
 from elastic_train.world import Address, Member
-from tests.memory_store import MemoryStore
+from tests.memory_store import MemoryClient, MemoryStore
 
 
 def member(node: str, local_rank: int = 0, newest: tuple[int, int] | None = None) -> Member:
@@ -373,3 +373,20 @@ def test_one_that_was_cut_off_while_it_queued_keeps_no_other_out() -> None:
     entrance.queue()
     write(4, waiting("d"))
     assert len(entrance.queue()) == 3, "nobody looks there any more: it has queued again"
+
+
+def test_a_host_that_was_silent_for_a_moment_is_found_again_through_another_member() -> None:
+    """The newcomer knows only that other member, as from a list in its run directory that is older than the host."""
+    known, host, now, silence = MemoryStore(), MemoryStore(), [0.0], [False]
+    for store in (known, host):
+        store.values |= {"run_id": "run", "host": json.dumps(B), "begun": "w"}
+    clients = {A: lambda: MemoryClient(known), B: lambda: MemoryClient(host, lambda: silence[0])}
+    finder = SimpleNamespace(addresses=lambda: [A], is_beginner=lambda: False, describe=lambda: "A")
+    entrance = entrance_of(MemoryStore(), lambda: now[0], finder)
+    entrance._clients._connect = lambda address: clients[address]()
+    said = []
+    for silence[0] in (False, True, False, False):
+        now[0] += CHECK_SECONDS
+        said.append(entrance.look(waiting("a")))
+    assert said[:2] == ["waiting to be admitted", "waiting for the job at A"]
+    assert said[-1] == "waiting to be admitted"
