@@ -9,7 +9,7 @@ from datetime import timedelta
 from torch.distributed import Store
 
 from elastic_train.protocol.finder import Finder
-from elastic_train.protocol.signposts import CALL_SECONDS
+from elastic_train.protocol.signposts import MUTE_SECONDS
 from elastic_train.protocol.store import TorchStore
 from elastic_train.world import Address
 
@@ -24,15 +24,17 @@ class Launcher(Finder):
 
     def __init__(self, store: Store | None, *, rank: int, start: str) -> None:
         self._rank, self._key = rank, f"elastic_train/{start}/sign"
-        self._store = None if store is None else TorchStore(store, timedelta(seconds=CALL_SECONDS))
+        # A host or a name server that hangs for some seconds must not end the job: after a timeout the client is lost.
+        self._store = None if store is None else TorchStore(store, timedelta(seconds=MUTE_SECONDS))
 
     def is_beginner(self) -> bool:
         return self._rank == 0
 
     def addresses(self) -> Sequence[Address]:
-        if self._rank == 0 or self._store is None:
+        store = self._store  # read once: the watcher thread may drop it
+        if self._rank == 0 or store is None:
             return ()
-        text = self._store.get(self._key)
+        text = store.get(self._key)
         return () if text is None else [(str(host), int(port)) for host, port in json.loads(text)]
 
     def show(self, addresses: Sequence[Address], job_token: str, *, if_missing: bool = False) -> None:
@@ -43,7 +45,9 @@ class Launcher(Finder):
         return ()
 
     def keep(self, *, has_world: bool) -> None:
-        """Do nothing: no worker joins."""
+        """Drop the store once there is a world: no worker joins, and MASTER_ADDR may hang. Rank 0 may serve it."""
+        if has_world and self._rank > 0:
+            self._store = None
 
     def describe(self) -> str:
         return "MASTER_ADDR"

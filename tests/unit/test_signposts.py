@@ -1108,6 +1108,20 @@ def test_each_start_of_a_launcher_has_a_sign_of_its_own() -> None:
     assert Launcher(shared, rank=1, start="restart-0").addresses() == [A]
 
 
+def test_a_launchers_store_that_hangs_for_a_moment_is_waited_for_until_there_is_a_world(port: int) -> None:
+    with running(port) as process:
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        second = Launcher(store, rank=1, start="restart-0")
+        process.freeze()
+        waker = threading.Timer(signposts.CALL_SECONDS + 0.5, process.wake)
+        waker.start()
+        assert second.addresses() == ()
+        waker.join()
+        second.keep(has_world=True)
+        process.freeze()
+        assert second.addresses() == ()
+
+
 def test_a_world_of_one_needs_no_store() -> None:
     alone = Launcher(None, rank=0, start="restart-0")
     alone.show([A], "")
