@@ -366,9 +366,8 @@ class Elsewhere:
             place = outside[self._num_asked % len(outside)]
             try:
                 keys = ["settled", "run_id", f"fact/{JOB}", *([POSITION] if self._goes_on else [])]
-                text, run_id, job, *position = clients.at(place).get_many(keys)
+                text, run_id, job, *position = clients.ask(place, lambda store: store.get_many(keys))
             except StoreUnreachable:
-                clients.lose(place)
                 return Denied(tuple(missing))
             # Generations of two jobs with one run id cannot be compared: other_sides.py judges between the two jobs.
             is_another = None not in (job, self._facts.get(JOB)) and job != self._facts.get(JOB)

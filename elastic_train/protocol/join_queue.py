@@ -196,14 +196,11 @@ class Entrance:
         `rests` is adopted only if there is no other: its members may never agree, while another side trains."""
         resting: list[_Host] = []
         for address in self._finder.addresses()[:MOST_FOLLOWED]:
-            if address == self._address:
-                continue
             with suppress(StoreUnreachable):
                 found = self._follow(address)
-                if found is not None and found.address != self._address:
-                    if not found.rests:
-                        return self._go_to(found)
-                    resting.append(found)
+                if found is not None and not found.rests:
+                    return self._go_to(found)
+                resting += [found] if found else []
         with suppress(StoreUnreachable):
             return bool(resting) and self._go_to(resting[0])
         return False
@@ -222,20 +219,17 @@ class Entrance:
         self._known, self._judged_at = KnownJob(tuple(stores[:MOST_KNOWN]), self._clock()), -math.inf
 
     def _follow(self, address: Address) -> _Host | None:
-        """Return the host that the store at `address` names, if the host's own store names it as well. Raises:
-        StoreUnreachable if one of the two does not answer; the next call asks it over a new connection."""
+        """Return the host that the store at `address` names, if the host's own store names it as well and it is not
+        this process. Raises: StoreUnreachable if one of the two does not answer."""
         for _ in range(2):
-            store = self._own if address == self._address else self._clients.at(address)
-            try:
-                text, run_id, rests = store.get_many(["host", "run_id", "rests"])
-            except StoreUnreachable:
-                self._clients.lose(address)
-                raise
+            if address == self._address:
+                return None
+            text, run_id, rests = self._clients.ask(address, lambda store: store.get_many(["host", "run_id", "rests"]))
             if not text or run_id != self._run_id:
                 return None
             named = address_of(text)
             if named == address:
-                return _Host(address, store, self._clock(), rests=bool(rests))
+                return _Host(address, self._clients.at(address), self._clock(), rests=bool(rests))
             address = named
         return None
 

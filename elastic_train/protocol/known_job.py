@@ -35,11 +35,10 @@ class KnownJob:
                     self.heard_at = now
                     return False
             except StoreUnreachable:
-                clients.lose(store)
                 is_silent = True
         return not is_silent or now > self.heard_at + silence
 
 
 def _is_in_world(clients: Clients, store: Address, run_id: str) -> bool:
-    host, of = clients.at(store).get_many(["host", "run_id"])
+    host, of = clients.ask(store, lambda asked: asked.get_many(["host", "run_id"]))
     return bool(host) and of == run_id

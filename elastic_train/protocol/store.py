@@ -231,13 +231,13 @@ class Clients:
         self.lose_rank(world, 0)
         return self.of_rank(world, 0)
 
-    def ask(self, member: Member, question: Callable[[KeyValueStore], Answer]) -> Answer:
-        """Ask the store of a member and return its answer. Raises: StoreUnreachable if there is none, and drops the
-        connection: the next call makes a new one."""
+    def ask(self, which: Member | Address, question: Callable[[KeyValueStore], Answer]) -> Answer:
+        """Ask the store of a member, or at an address, and return its answer. Raises: StoreUnreachable if there is
+        none, and drops the connection: the next call makes a new one."""
         try:
-            return question(self.of(member))
+            return question(self.of(which) if isinstance(which, Member) else self.at(which))
         except StoreUnreachable:
-            self.lose(member)
+            self.lose(which)
             raise
 
     def ask_each(
