@@ -204,7 +204,7 @@ def _restore_newest(
             )
         state.superseded = tuple(sorted({*state.superseded, *superseded}))
         settings = [entry.get("settings") for entry in told]  # of this start; those of the sending rank count
-        without = [r for r in range(world.world_size) if r not in whole or settings[r] != settings[whole[0]]]
+        without = [r for r, one in enumerate(settings) if r != whole[0] and (one is None or one != settings[whole[0]])]
         hand_out(state, [whole[0], *without], check)
         if state.generation is None:  # else this process has counted its own time all the while
             state.clock.load_state_dict(told[whole[0]]["read"])
@@ -212,9 +212,10 @@ def _restore_newest(
 
 
 def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn: Warn) -> dict[str, Any]:
-    """Load a snapshot into `state`. Returns `read`, the clock in it, and a hash of the optimizer's `settings`. Where
-    the job cannot go on, returns the reason: `mismatch`, or `incompatible`, which leaves `state` unusable. Returns
-    nothing where the file is damaged."""
+    """Load a snapshot into `state`. Returns `read`, the clock in it, and a hash of the optimizer's `settings`; None for
+    that hash if an extra is not in the snapshot and may begin with other values on each rank. Where the job cannot go
+    on, returns the reason: `mismatch`, or `incompatible`, which leaves `state` unusable. Returns nothing where the file
+    is damaged."""
     source = f"snapshot {offer.path}"
     try:
         require_same_task(offer, task)
@@ -228,7 +229,8 @@ def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn:
     except SnapshotError as error:
         return {"incompatible": str(error)}
     _compare_extras(state, loaded, source, warn)
-    return {"read": loaded["run"]["clock"], "settings": settings_hash(state)}
+    has_all = state.extras.keys() <= loaded.get("extras", {}).keys()
+    return {"read": loaded["run"]["clock"], "settings": settings_hash(state) if has_all else None}
 
 
 def sync_from_freshest(
