@@ -39,6 +39,7 @@ from elastic_train.storage.run_record import (
 )
 from elastic_train.storage.snapshot import SnapshotInfo, load_state
 from elastic_train.training.collectives import gather_json
+from elastic_train.training.data_identity import ORDER_OF
 from elastic_train.training.state import TrainState
 from elastic_train.training.state_hash import frozen_of, hash_of, settings_hash
 from elastic_train.world import World, value_of
@@ -283,14 +284,20 @@ def require_line(offers: Sequence[SnapshotInfo], theirs: Position) -> None:
 
 
 def require_same_task(offer: SnapshotInfo, task: Mapping[str, Any]) -> None:
-    """Raise TaskMismatch, naming both values, where a snapshot is of something else than these flags train."""
-    found = disagreement(offer.task, task)
+    """Raise TaskMismatch, naming both values, where a snapshot is of something else than these flags train. Optimizers
+    among the extras may come and go, and snapshots of earlier versions have no entry of any optimizer."""
+    found = disagreement(_without_orders(offer.task, task), _without_orders(task, offer.task))
     if found is not None:
         name, theirs, ours = found
         raise TaskMismatch(
             f"snapshot {offer.path} is of a run with {name} {theirs!r}, the flags say {ours!r}: give the same, another "
             "--run-dir, or --fresh to start anew"
         )
+
+
+def _without_orders(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `one` without the entries of optimizers that `other` lacks."""
+    return {name: value for name, value in one.items() if name in other or not name.startswith(ORDER_OF)}
 
 
 def _compare_extras(state: TrainState, loaded: Mapping[str, Any], source: str, warn: Warn) -> None:

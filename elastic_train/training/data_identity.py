@@ -31,6 +31,8 @@ MAX_INNER = 16
 """data sets read of one list in a data set"""
 SHOWN = 40
 """characters of a name in a message"""
+ORDER_OF = "order of the parameters of "
+"""prefix of the entry of each optimizer"""
 
 
 def identify(
@@ -63,8 +65,8 @@ def identify(
 
 def identify_state(state: TrainState) -> dict[str, str]:
     """Return the names and shapes of a model and its extras that must agree between members, whose scripts may differ;
-    and the order in which optimizers list parameters, by which torch takes over their states: no hash of a state shows
-    another order. Call it when they are made: training may change them."""
+    and the order in which optimizers list parameters, by which torch takes over their states, a snapshot's too: no hash
+    of a state shows another order. Call it when they are made: training may change them."""
     tensors = [*state.model.named_parameters(), *state.model.named_buffers()]
     if any(nn.parameter.is_lazy(tensor) for _, tensor in tensors):  # the first batch decides their shapes
         return {}
@@ -74,12 +76,15 @@ def identify_state(state: TrainState) -> dict[str, str]:
     numbers = sum(tensor.numel() for _, tensor in tensors)
     modules = sorted(state.kept.modules.items())
     names = {id(one): f"{place} {name}" for place, module in modules for name, one in module.named_parameters()}
-    extras = [one for _, one in sorted(state.extras.items())]
-    optimizers = [one for one in (state.optimizer, *extras) if isinstance(one, torch.optim.Optimizer)]
-    order = [[names.get(id(one)) for one in group["params"]] for each in optimizers for group in each.param_groups]
+    found = {"the optimizer": state.optimizer, **{f"extras[{name!r}]": one for name, one in state.extras.items()}}
+    orders = {
+        f"{ORDER_OF}{place}": [[names.get(id(one)) for one in group["params"]] for group in optimizer.param_groups]
+        for place, optimizer in found.items()
+        if isinstance(optimizer, torch.optim.Optimizer)
+    }
     return {
         "the model": f"{count(len(tensors), 'tensor')} of {count(numbers, 'number')} ({digest})",
-        "what the optimizers train": f"{count(sum(map(len, order)), 'parameter')} ({_digest(order)})",
+        **{place: f"{count(sum(map(len, one)), 'parameter')} ({_digest(one)})" for place, one in orders.items()},
         "what extras holds": ", ".join(sorted(state.extras)) or "nothing",
     }
 

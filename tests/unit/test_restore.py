@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,9 @@ from elastic_train.elastic.restore import Restored
 from elastic_train.elastic.resume import Resumed
 from elastic_train.elastic.whole_steps import Beginning
 from elastic_train.elastic.world_report import describe_optimizer
-from elastic_train.errors import SnapshotError
+from elastic_train.errors import SnapshotError, TaskMismatch
 from elastic_train.runlog.goodput import Phase, PhaseClock
+from elastic_train.training.data_identity import ORDER_OF
 from elastic_train.training.state import TrainState
 from elastic_train.training.state_hash import settings_hash
 from tests.unit.test_quarantined import report_of
@@ -74,6 +76,18 @@ def test_extras_may_come_and_go(held: dict[str, float], monkeypatch: pytest.Monk
         "best": held.get("best", 0.0),
         "new": held.get("new", 7.0),
     }
+
+
+@pytest.mark.parametrize(
+    ("held", "is_refused"),
+    [({"main": 1}, False), ({"main": 2}, True), ({}, False), ({"main": 1, "judge": 1}, False), ({"judge": 2}, True)],
+)
+def test_a_snapshot_whose_moments_are_in_another_order_is_refused(held: dict[str, int], is_refused: bool) -> None:
+    """torch would give them to other weights. Earlier versions wrote no order, and extras may come and go."""
+    offer: Any = SimpleNamespace(path=Path("a"), task={"task": 1} | {f"{ORDER_OF}{one}": held[one] for one in held})
+    task = {"task": 1, f"{ORDER_OF}main": 1} | ({f"{ORDER_OF}judge": 1} if is_refused else {})
+    with pytest.raises(TaskMismatch, match="order of the parameters of") if is_refused else nullcontext():
+        restore.require_same_task(offer, task)
 
 
 @pytest.mark.parametrize("is_scheduled", [False, True])

@@ -211,19 +211,23 @@ def test_members_agree_on_the_shapes_of_a_model_and_not_on_its_values() -> None:
 
 def test_members_agree_on_which_parameters_each_optimizer_trains_in_which_order() -> None:
     """torch hands moments over by the place of a parameter, and a script may list parameters by a set, in another order
-    in each process. A newcomer would then train with the moments of other weights, and no comparison of states shows
-    that."""
+    in each process. A newcomer, or a later start, would then train with the moments of other weights, and no comparison
+    of states shows that."""
     model, critic = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)
     first, second, *rest = model.parameters()
 
-    def found(groups: Any, judge: Any) -> str:
-        return identify_state(state_of(model, groups, critic=critic, judge=judge))["what the optimizers train"]
+    def found(groups: Any, judge: Any) -> dict[str, Any]:
+        state = state_of(model, groups, critic=critic, judge=judge)
+        config, identity = Config(task="mine:Spread"), identify_state(state)
+        worker: Any = SimpleNamespace(config=config, task=Spread("cpu"), identity=identity, state=state)
+        return Worker.must_agree_with_snapshot(worker)
 
     def judge_of(*parameters: nn.Parameter) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters)
 
     usual = found([first, second, *rest], judge_of(critic.weight, critic.bias))
-    assert usual.startswith("6 parameters (")
+    assert usual["order of the parameters of the optimizer"].startswith("4 parameters (")
+    assert usual["order of the parameters of extras['judge']"].startswith("2 parameters (")
     assert usual == found([first, second, *rest], judge_of(critic.weight, critic.bias))
     assert usual != found([first, rest[1], rest[0], second], judge_of(critic.weight, critic.bias))
     assert usual != found([first, second, *rest], judge_of(critic.bias, critic.weight))
