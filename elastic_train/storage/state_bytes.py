@@ -128,7 +128,7 @@ class HostBuffers:
         if self._buffers or self._allocation is not None:
             return
         wanted: list[torch.Tensor] = []
-        rebuilt(state, wanted.append)
+        rebuilt(state, _once(wanted.append))
         if any(tensor.is_cuda for tensor in wanted):
             return  # not beside a CUDA graph that is being captured, which pinned memory may break
 
@@ -146,7 +146,8 @@ class HostBuffers:
         self._allocation.start()
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Copy the state: every tensor into host memory, every container built anew. Valid until the next call.
+        """Copy the state: every tensor into host memory, every container built anew. Valid until the next call. What
+        was one tensor in two places is one there, too: tied weights, or the rate of several groups of an optimizer.
 
         Raises:
             SnapshotError: a leaf is neither a tensor nor a plain value; names it.
@@ -159,7 +160,7 @@ class HostBuffers:
         self._used = 0
         self._cuda_devices.clear()
         with torch.no_grad():
-            copied = rebuilt(state, self._copy_tensor)
+            copied = rebuilt(state, _once(self._copy_tensor))
         for device in self._cuda_devices:
             torch.cuda.current_stream(device).synchronize()
         del self._buffers[self._used :], self._sources[self._used :]
@@ -198,6 +199,21 @@ class HostBuffers:
         # (StepStart.copy_beside): to pin memory, CUDA waits for running kernels, which may hang in a reduction.
         is_pinned = tensor.is_cuda and threading.current_thread() is threading.main_thread()
         return torch.empty_like(_without_class(tensor), device="cpu", pin_memory=is_pinned, requires_grad=False)
+
+
+def _once(of_tensor: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """Return `of_tensor`, called once for tensors that are the same numbers in memory."""
+    known: dict[tuple[object, ...], Any] = {}
+
+    def result(tensor: torch.Tensor) -> Any:
+        if is_odd(tensor) or not tensor.numel():
+            return of_tensor(tensor)
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if place not in known:
+            known[place] = of_tensor(tensor)
+        return known[place]
+
+    return result
 
 
 def is_odd(tensor: torch.Tensor) -> bool:

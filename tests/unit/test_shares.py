@@ -211,8 +211,8 @@ def test_a_modules_metadata_stays_and_a_state_without_tensors_is_no_ones_share()
 
 
 def test_the_copy_of_a_state_is_as_large_as_the_state() -> None:
-    """The first node asks of its copy whether to share, and the others of the state. In the copy tied weights are two
-    tensors, and a slice of a large tensor is a small one."""
+    """The first node asks of its copy whether to share, and the others of the state. In the copy a slice of a large
+    tensor is a small one."""
     tied, large = torch.zeros(8), torch.zeros(1000)
     state = {"model": {"w": tied, "v": tied}, "optimizer": {"state": large[:8]}, "extras": {}}
     fleet = Fleet(HOSTS, 0, EQUAL, lambda: None)

@@ -43,7 +43,13 @@ from elastic_train.storage.snapshot import (
     verify,
 )
 from elastic_train.storage.snapshot_writer import SnapshotWriter
-from elastic_train.storage.state_bytes import HostBuffers, deserialize_state, serialize_state
+from elastic_train.storage.state_bytes import (
+    HostBuffers,
+    deserialize_state,
+    serialize_state,
+    size_of,
+    write_state,
+)
 from tests.processes import flip_a_bit, freeze
 
 DEADLINE = 30.0
@@ -743,6 +749,23 @@ def test_host_buffers_are_used_again() -> None:
     addresses({"a": torch.randn(1000).double()})
     strided = {"a": torch.randn(8, 3, 4, 4).to(memory_format=torch.channels_last)}
     assert buffers.copy(strided)["a"].stride() == strided["a"].stride()
+
+
+def test_what_is_one_tensor_in_two_places_is_one_in_the_snapshot() -> None:
+    """Each group of an optimizer has the same rate, and what one scheduler writes there, the next group reads."""
+    tied, rate = torch.randn(1000), torch.tensor(0.1)
+    state = {"model": {"in": tied, "out": tied}, "optimizer": [{"lr": rate}, {"lr": rate}], "part": tied[:500]}
+    buffers = HostBuffers()
+    buffers.prepare(state)
+    file = io.BytesIO()
+    write_state(buffers.copy(state), file)
+    loaded = deserialize_state(file.getvalue())
+    assert equal(loaded, state)
+    loaded["optimizer"][0]["lr"].fill_(0.2)
+    assert loaded["optimizer"][1]["lr"] == loaded["optimizer"][0]["lr"] != rate
+    loaded["part"].fill_(0.0)
+    assert torch.equal(loaded["model"]["in"], tied), "a part is another tensor"
+    assert len(file.getvalue()) < size_of(state) + tied[:500].nbytes + 1000
 
 
 def test_buffers_are_there_before_the_first_snapshot() -> None:
