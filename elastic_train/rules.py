@@ -116,6 +116,8 @@ def right_hashes(found: Sequence[tuple[int, int]]) -> frozenset[int] | None:
 
 DATA_BY = "training set by its "
 """prefix of the entries that members compare of their data, see data_identity.py"""
+NAMES = f"{DATA_BY}names"
+"""entry of members whose data set lists files or labels"""
 ITEMS = f"{DATA_BY}items"
 """entry of the members that may read items: --num-workers decides that, and may differ between nodes"""
 LENGTHS = {

@@ -26,7 +26,7 @@ from elastic_train.errors import (
     SnapshotUnread,
     TaskMismatch,
 )
-from elastic_train.rules import disagreement, freshest
+from elastic_train.rules import NAMES, disagreement, freshest
 from elastic_train.runlog.event_types import Source
 from elastic_train.storage.past_snapshots import PastSnapshots, require_none_written
 from elastic_train.storage.run_record import (
@@ -230,6 +230,7 @@ def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn:
     except SnapshotError as error:
         return {"incompatible": str(error)}
     _compare_extras(state, loaded, source, warn)
+    _compare_names(state, offer.task.get(NAMES), task.get(NAMES), source, warn)
     has_all = state.extras.keys() <= loaded.get("extras", {}).keys()
     return {"read": loaded["run"]["clock"], "settings": settings_hash(state) if has_all else None}
 
@@ -286,7 +287,7 @@ def require_line(offers: Sequence[SnapshotInfo], theirs: Position) -> None:
 def require_same_task(offer: SnapshotInfo, task: Mapping[str, Any]) -> None:
     """Raise TaskMismatch, naming both values, where a snapshot is of something else than these flags train. Optimizers
     among the extras may come and go, and snapshots of earlier versions have no entry of any optimizer."""
-    found = disagreement(_without_orders(offer.task, task), _without_orders(task, offer.task))
+    found = disagreement(_that_must_agree(offer.task, task), _that_must_agree(task, offer.task))
     if found is not None:
         name, theirs, ours = found
         raise TaskMismatch(
@@ -295,9 +296,19 @@ def require_same_task(offer: SnapshotInfo, task: Mapping[str, Any]) -> None:
         )
 
 
-def _without_orders(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `one` without the entries of optimizers that `other` lacks."""
-    return {name: value for name, value in one.items() if name in other or not name.startswith(ORDER_OF)}
+def _that_must_agree(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `one` without names of the data, and without the entries of optimizers that `other` lacks."""
+    known = {name: value for name, value in one.items() if name in other or not name.startswith(ORDER_OF)}
+    return {name: value for name, value in known.items() if name != NAMES}
+
+
+def _compare_names(state: TrainState, theirs: object, ours: object, source: str, warn: Warn) -> None:
+    """Warn where the epoch goes on with samples under other numbers. No refusal: labels may have been corrected."""
+    if state.samples_done and None not in (theirs, ours) and theirs != ours:
+        warn(
+            f"the names or labels of the training set are {ours}, and were {theirs} when {source} was written: if its "
+            f"samples are in another order, some are trained twice in epoch {state.epoch + 1}, and others not at all"
+        )
 
 
 def _compare_extras(state: TrainState, loaded: Mapping[str, Any], source: str, warn: Warn) -> None:

@@ -23,7 +23,7 @@ from elastic_train.observe.reporting import Reporter
 from elastic_train.protocol.addresses import parse_endpoints
 from elastic_train.rendezvous.launch import Launch, alone_warning, max_nodes_of
 from elastic_train.rendezvous.slurm import unused_tasks_warning
-from elastic_train.rules import DATA_BY
+from elastic_train.rules import DATA_BY, NAMES
 from elastic_train.runlog.events import EventLog, Ledger
 from elastic_train.stopping import StopSignal
 from elastic_train.storage.atomic_files import require_writable
@@ -129,14 +129,14 @@ class Worker:
         }
 
     def must_agree_with_snapshot(self) -> dict[str, Any]:
-        """Return what must be equal for a snapshot to be continued."""
+        """Return what must be equal for a snapshot to be continued, and the names of the data, which should be."""
         config = self.config
         return {
             **self.task.describe(),
             "--seed": config.seed,
             "--global-batch-size": config.global_batch_size,
             "optimizer": type(self.state.optimizer).__name__,
-            **{name: value for name, value in self.identity.items() if name.startswith(ORDER_OF)},
+            **{name: value for name, value in self.identity.items() if name.startswith((ORDER_OF, NAMES))},
             **({"--virtual-ranks": config.virtual_ranks} if config.reduction == "ordered" else {}),
         }
 

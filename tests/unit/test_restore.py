@@ -19,6 +19,7 @@ from elastic_train.elastic.resume import Resumed
 from elastic_train.elastic.whole_steps import Beginning
 from elastic_train.elastic.world_report import describe_optimizer
 from elastic_train.errors import SnapshotError, TaskMismatch
+from elastic_train.rules import NAMES
 from elastic_train.runlog.goodput import Phase, PhaseClock
 from elastic_train.training.data_identity import ORDER_OF
 from elastic_train.training.state import TrainState
@@ -76,6 +77,23 @@ def test_extras_may_come_and_go(held: dict[str, float], monkeypatch: pytest.Monk
         "best": held.get("best", 0.0),
         "new": held.get("new", 7.0),
     }
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("held", ["3f ('a.png' is the first)", "5e ('b.png' is the first)", None])
+def test_an_epoch_that_goes_on_with_other_files_is_told(
+    step: int, held: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that is listed in another order on another machine: samples would be used twice, or never."""
+    before, now, told = make_state(), make_state(), list[str]()
+    for _ in range(step):
+        before.commit(0.5)
+    monkeypatch.setattr(restore, "load_state", lambda _offer: before.state_dict())
+    offer: Any = SimpleNamespace(path=Path("a"), task={} if held is None else {NAMES: held})
+    assert "read" in restore._read(now, offer, {NAMES: "3f ('a.png' is the first)"}, told.append)
+    if held is not None and "b.png" in held and step:
+        assert "some are trained twice in epoch 1, and others not at all" in told.pop()
+    assert told == []
 
 
 @pytest.mark.parametrize(
