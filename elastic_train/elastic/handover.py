@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from elastic_train.elastic.loading import load
@@ -31,6 +30,7 @@ from elastic_train.training.collectives import GROUP_TIMEOUT, barrier
 from elastic_train.training.side_thread import SideThread
 from elastic_train.training.state import TrainState
 from elastic_train.training.step import drop_all_gradients
+from elastic_train.training.tasks import tensors_in
 
 TAG = 7001
 """of its messages, to keep them apart from those of the step"""
@@ -240,8 +240,11 @@ def take_apart(state: TrainState, kept: Collection[str] = ()) -> tuple[dict[str,
     """Return the state dict with slots instead of dense tensors, and these tensors: copies of those that a forward pass
     changes. The entry `tensors` describes them. Parameters in `kept` are replaced by their names."""
     names = {_place_of(parameter): name for name, parameter in state.model.named_parameters() if name in kept}
-    modules = (one for one in (state.model, *state.extras.values()) if isinstance(one, Module))
-    changing = {buffer.data_ptr() for module in modules for buffer in module.buffers() if not is_odd(buffer)}
+    whole, modules = state.state_dict(), state.kept.modules
+    of_modules = [whole["extras"][name] if name else whole["model"] for name in modules]  # also a layer's extra state
+    steady = [one for module in modules.values() for one in module.parameters()]
+    held, trained = ({one.data_ptr() for one in some if not is_odd(one)} for some in (tensors_in(of_modules), steady))
+    changing = held - trained
     tensors: list[Tensor] = []
     slots: dict[tuple[Any, ...], int] = {}
 
@@ -257,7 +260,7 @@ def take_apart(state: TrainState, kept: Collection[str] = ()) -> tuple[dict[str,
             tensors.append(tensor.detach().clone() if is_changing else tensor.detach())
         return {SLOT: slots[key]}
 
-    skeleton: dict[str, Any] = rebuilt(state.state_dict(), replace)  # copies lists, which may change before the sending
+    skeleton: dict[str, Any] = rebuilt(whole, replace)  # copies lists, which may change before the sending
     skeleton["tensors"] = [
         [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())] for tensor in tensors
     ]

@@ -135,10 +135,28 @@ def test_a_newcomer_trains_with_the_settings_of_the_others(has_own_optimizer: bo
         assert group["lr"] == pytest.approx(0.1 * (1 + 0.5**0.5) / 2), "after the first of four steps"
 
 
+class Counting(nn.Module):
+    """It counts in its extra state, which is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.zeros(2)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.seen += values.detach().sum(0)
+        return values
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.seen
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.seen = state
+
+
 def test_what_a_forward_pass_changes_is_that_of_the_commit() -> None:
     """In the model, and in a module among the extras."""
     torch.manual_seed(0)
-    model, norm = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), nn.BatchNorm1d(2)
+    model, norm = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2), Counting()), nn.BatchNorm1d(2)
     optimizer = torch.optim.SGD([*model.parameters(), *norm.parameters()], lr=0.1)
     giver = TrainState(model, optimizer, length=8, global_batch_size=4, epochs=2, extras={"norm": norm})
     skeleton, tensors = take_apart(giver)
