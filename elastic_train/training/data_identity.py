@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from elastic_train.training.epoch_dataset import EpochDataset
+from elastic_train.training.optimizers import parameters_of
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count
 
@@ -77,14 +78,15 @@ def identify_state(state: TrainState) -> dict[str, str]:
     modules = sorted(state.kept.modules.items())
     names = {id(one): f"{place} {name}" for place, module in modules for name, one in module.named_parameters()}
     found = {"the optimizer": state.optimizer, **{f"extras[{name!r}]": one for name, one in state.extras.items()}}
-    orders = {
-        f"{ORDER_OF}{place}": [[names.get(id(one)) for one in group["params"]] for group in optimizer.param_groups]
-        for place, optimizer in found.items()
-        if isinstance(optimizer, torch.optim.Optimizer)
-    }
+    trained: dict[str, str] = {}
+    for place, optimizer in found.items():
+        if isinstance(optimizer, torch.optim.Optimizer):
+            order = [names.get(id(one)) for one in parameters_of(optimizer)]
+            trained[f"{ORDER_OF}{place}"] = f"{count(len(order), 'parameter')} ({_digest(order)})"
+            trained[f"groups of {place}"] = f"{[len(group['params']) for group in optimizer.param_groups]}"
     return {
         "the model": f"{count(len(tensors), 'tensor')} of {count(numbers, 'number')} ({digest})",
-        **{place: f"{count(sum(map(len, one)), 'parameter')} ({_digest(one)})" for place, one in orders.items()},
+        **trained,
         "what extras holds": ", ".join(sorted(state.extras)) or "nothing",
     }
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from elastic_train.errors import UsageError
-from elastic_train.wording import named
+from elastic_train.wording import count, named
 
 OBJECTS_LOOKED_AT = 100_000
 """limit of a search; it takes some 50 ms"""
@@ -53,6 +53,18 @@ def require_in_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return the parameters of all groups."""
     return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def groups_instead(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the optimizer's own groups, to load a state by them instead of those in which it was `saved`.
+
+    Raises: ValueError: they have not as many parameters. torch, which goes by their numbers, would not notice.
+    """
+    groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
+    now, before = (sum(len(group["params"]) for group in some) for some in (groups, saved))
+    if now != before:
+        raise ValueError(f"the optimizer trains {count(now, 'parameter')}, and trained {before}")
+    return groups
 
 
 def rate_of(group: Mapping[str, Any]) -> float | None:

@@ -17,7 +17,7 @@ from elastic_train.runlog.goodput import PhaseClock
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.incidents import IncidentsText, incidents_of
 from elastic_train.training.kept import Arguments, KeptStep, load_extra, load_part
-from elastic_train.training.optimizers import parts_of, rate_of
+from elastic_train.training.optimizers import groups_instead, parts_of, rate_of
 from elastic_train.training.ratings import Ratings
 from elastic_train.training.sampler import steps_per_epoch
 from elastic_train.training.state_lock import StateLock, StepStart
@@ -257,7 +257,7 @@ class TrainState:
         self.model.load_state_dict(state["model"])
         loaded = state["optimizer"]
         if self._schedule is not None and not self._has_own_optimizer and not is_peers:
-            loaded = {**loaded, "param_groups": self.optimizer.state_dict()["param_groups"]}
+            loaded = {**loaded, "param_groups": groups_instead(self.optimizer, loaded["param_groups"])}
         self._base_lrs = list(state["schedule"]["base_lrs"]) if is_peers else self._base_lrs
         for one in (self.optimizer, *parts_of(self.optimizer).values()):
             one.state.clear()  # before the new state is made: GPU memory may not hold both

@@ -15,7 +15,7 @@ from torch import nn
 
 from elastic_train.elastic.loading import load
 from elastic_train.elastic.trainer import begin_scalers_anew
-from elastic_train.errors import TrainingDiverged, UsageError, kind_and_line
+from elastic_train.errors import SnapshotError, TrainingDiverged, UsageError, kind_and_line
 from elastic_train.storage.state_bytes import deserialize_state, serialize_state
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.kept import KeptBuffers, leave_no_trace
@@ -184,6 +184,21 @@ class TestRoundTrip:
         assert other.micro_batch_size == 16
         assert other.last_step == 6 * STEPS_PER_EPOCH
         assert learning_rate(other) == pytest.approx(0.2 * learning_rate_factor("cosine", 1, other.last_step))
+
+    def test_a_start_that_trains_fewer_parameters_does_not_give_them_the_moments_of_others(self) -> None:
+        """torch hands these over by number, and here it sees this process's groups alone."""
+
+        def state(first: int) -> TrainState:
+            model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            optimizer = torch.optim.SGD([*model.parameters()][first:], lr=0.1, momentum=0.9)
+            return TrainState(model, optimizer, length=8, global_batch_size=4, epochs=2, schedule="cosine")
+
+        before = state(0)
+        before.model(torch.randn(3, 2)).sum().backward()
+        before.optimizer.step()
+        before.commit(0.5)
+        with pytest.raises(SnapshotError, match=r"does not fit .* the optimizer trains 2 parameters, and trained 4"):
+            load(state(2), before.state_dict(), "a snapshot")
 
     def test_the_incidents_of_a_long_run_are_copied_at_no_cost(self) -> None:
         """One text, which grows with each incident: nothing is made anew, in whatever number of snapshots."""

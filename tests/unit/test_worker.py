@@ -217,7 +217,9 @@ def test_members_agree_on_which_parameters_each_optimizer_trains_in_which_order(
     first, second, *rest = model.parameters()
 
     def found(groups: Any, judge: Any) -> dict[str, Any]:
-        state = state_of(model, groups, critic=critic, judge=judge)
+        return of_snapshot(state_of(model, groups, critic=critic, judge=judge))
+
+    def of_snapshot(state: TrainState) -> dict[str, Any]:
         config, identity = Config(task="mine:Spread"), identify_state(state)
         worker: Any = SimpleNamespace(config=config, task=Spread("cpu"), identity=identity, state=state)
         return Worker.must_agree_with_snapshot(worker)
@@ -231,7 +233,10 @@ def test_members_agree_on_which_parameters_each_optimizer_trains_in_which_order(
     assert usual == found([first, second, *rest], judge_of(critic.weight, critic.bias))
     assert usual != found([first, rest[1], rest[0], second], judge_of(critic.weight, critic.bias))
     assert usual != found([first, second, *rest], judge_of(critic.bias, critic.weight))
-    assert usual != found([{"params": [first, second]}, {"params": rest}], judge_of(critic.weight, critic.bias))
+
+    one, two = state_of(model), state_of(model, [{"params": [first, second]}, {"params": rest}])
+    assert identify_state(one) != identify_state(two), "a newcomer gets the groups of the others as well"
+    assert of_snapshot(one) == of_snapshot(two), "a new start may set other rates for some"
 
 
 def test_members_agree_on_the_peer_timeout() -> None:
