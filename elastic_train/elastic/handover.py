@@ -44,6 +44,8 @@ KEPT = "elastic_train kept"
 
 Check = Callable[[], None]
 """called repeatedly while a rank waits for a state; raises where the process group was broken off"""
+Loaded = Callable[[dict[str, Any]], None]
+"""called with the clock of the rank that has sent the state, when a rank has that state"""
 
 
 def hand_out(
@@ -53,7 +55,8 @@ def hand_out(
     *,
     kept: Collection[str] = (),
     before_sending: Callable[[], None] | None = None,
-) -> dict[str, Any] | None:
+    loaded: Loaded = lambda _clock: None,
+) -> None:
     """Bring the state of `ranks[0]` to the others of `ranks`. Every rank of the group calls this. Blocks until all have
     the state.
 
@@ -62,12 +65,10 @@ def hand_out(
     Args:
         kept: names of parameters that are equal on all of `ranks`: they are not sent.
         before_sending: called on the first rank.
-
-    Returns: the first rank's clock, if this rank has received its state.
+        loaded: as `Taking`'s; other ranks may still wait for the state then.
 
     Raises: as `Giving.finish` and `Taking.finish`.
     """
-    clocks: list[dict[str, Any]] = []
     if dist.get_rank() == ranks[0] and len(ranks) > 1:
         giving = Giving(state, ranks, kept)
         if before_sending is not None:
@@ -77,13 +78,12 @@ def hand_out(
             giving.finish(check)
     elif dist.get_rank() in ranks[1:]:
         drop_all_gradients(state)  # they are of a step that does not count, and may take the room needed on a GPU
-        taking = Taking(state, ranks[0], clocks.append)
+        taking = Taking(state, ranks[0], loaded)
         with state.lock.released():
             taking.wait(check)
         taking.finish(check)
     with state.lock.released():
         barrier()
-    return clocks[0] if clocks else None
 
 
 class Giving:
@@ -127,10 +127,10 @@ class Taking:
     """Receives into `state`, on a thread of its own, what rank `source` sends.
 
     Args:
-        loaded: called with the source's clock when `state` is that of the source.
+        loaded: called when `state` is that of the source.
     """
 
-    def __init__(self, state: TrainState, source: int, loaded: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, state: TrainState, source: int, loaded: Loaded) -> None:
         self._state, self._source, self._loaded = state, source, loaded
         self._link = Link()
         self._rank = dist.get_rank()

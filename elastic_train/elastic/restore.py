@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from elastic_train.branches import Position, describe, is_on, restarted
-from elastic_train.elastic.handover import Check, hand_out
+from elastic_train.elastic.handover import Check, Loaded, hand_out
 from elastic_train.elastic.loading import load
 from elastic_train.errors import (
     Refused,
@@ -237,18 +237,18 @@ def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn:
 
 def sync_from_freshest(
     state: TrainState,
-    world: World,
     steps: Sequence[int],
     check: Check,
     before_sending: Callable[[], None],
     apart: Collection[int] = (),
+    loaded: Loaded = lambda _clock: None,
 ) -> int:
     """Bring ranks that are behind to the freshest state: after a loss survivors can differ by a step. Returns its rank.
 
     Every rank calls this. `steps` are the committed steps by rank, -1 for a rank without a state. Ranks in `apart` get
     the state whatever their step. It is loaded only when it is complete, as the source may die while it sends. Frozen
     weights are not sent if the ranks behind have equal ones. `check` is as in `restore`. `before_sending` is called on
-    the source when the other ranks wait for it.
+    the source when the other ranks wait for it. `loaded` is as in `hand_out`.
     """
     source = freshest(steps)
     behind = [rank for rank, step in enumerate(steps) if step != steps[source] or rank in apart]
@@ -257,9 +257,7 @@ def sync_from_freshest(
         told = gather_json(_hash_or_none(frozen))
         is_alike = bool(frozen) and told[source] is not None and all(told[rank] == told[source] for rank in behind)
         kept = frozen if is_alike else ()
-        clock = hand_out(state, [source, *behind], check, kept=kept, before_sending=before_sending)
-        if clock is not None and steps[world.rank] < 0:
-            state.clock.take_over(clock)
+        hand_out(state, [source, *behind], check, kept=kept, before_sending=before_sending, loaded=loaded)
     return source
 
 

@@ -160,8 +160,13 @@ class Resume:
             with state.lock.released() if had_state else nullcontext():
                 barrier()  # no rank goes on from a step without an event: the rank that has to write it may die
         fingerprint = state.fingerprint
-        sync_from_freshest(state, world, steps, check, lambda: worker.reach("send", world), others)
-        self.holding = Holding.STATE
+
+        def loaded(clock: dict[str, Any]) -> None:
+            if not had_state:  # now: the sender may die before all have the state, and this may be the only one left
+                state.clock.take_over(clock)
+                self.holding = Holding.STATE
+
+        sync_from_freshest(state, steps, check, lambda: worker.reach("send", world), others, loaded)
         if world.rank == source and others:
             self._warn_of_differences(world, others)
         voters = [rank for rank in fresh if rank not in others]

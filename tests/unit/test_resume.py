@@ -15,7 +15,7 @@ from elastic_train.elastic.earlier_run import EarlierRun
 from elastic_train.elastic.membership import Change
 from elastic_train.elastic.restore import Restored
 from elastic_train.elastic.resume import Holding, Resume
-from elastic_train.errors import SnapshotError, StatesDiffer
+from elastic_train.errors import FormationFailed, SnapshotError, StatesDiffer
 from elastic_train.training import determinism
 from elastic_train.training.ratings import Ratings
 from elastic_train.training.state_lock import StateLock
@@ -118,8 +118,10 @@ def test_who_joins_an_ordered_run_on_a_machine_of_another_kind_warns(
     def nothing(*_arguments: Any, **_named: Any) -> None:
         pass
 
-    def take(*_arguments: Any) -> None:
+    def take(*arguments: Any) -> None:
         state.fingerprint = dict(there)
+        for loaded in arguments[-1:]:
+            loaded({})
 
     class Taking(Hands):
         def finish(self, check: Any) -> None:
@@ -159,6 +161,37 @@ def test_who_joins_an_ordered_run_on_a_machine_of_another_kind_warns(
     told = [f"the bits may differ from here on: on {name}, cpu {other} before, {here['cpu']} now"]
     assert warnings == (told if reduction == "ordered" and other is not None else [])
     assert state.fingerprint == (here if reduction == "ordered" else there)
+
+
+def test_a_state_that_has_come_stays_where_its_sender_dies_before_all_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the only one that is left of all committed steps."""
+    clocks: list[dict[str, Any]] = []
+
+    def nothing(*_arguments: Any, **_named: Any) -> None:
+        pass
+
+    def take(*arguments: Any) -> None:
+        arguments[-1]({"totals": {}})
+        raise FormationFailed("connection reset")
+
+    monkeypatch.setattr(resume, "gather_json", lambda mine: [{**mine, "step": 43, "logged": 43}, mine, mine])
+    monkeypatch.setattr(resume, "sync_from_freshest", take)
+    monkeypatch.setattr(resume, "set_group_timeout", nothing)
+    clock = SimpleNamespace(take_over=clocks.append)
+    state = SimpleNamespace(step=0, last_step=100, ratings=Ratings(), lock=StateLock(), fingerprint={}, clock=clock)
+    worker: Any = SimpleNamespace(state=state, reporter=SimpleNamespace(last_logged_step=lambda: None))
+    membership: Any = SimpleNamespace(
+        job=SimpleNamespace(place=SimpleNamespace(sees=lambda _world: True, note=nothing)),
+        sockets=SimpleNamespace(require_unbroken=nothing),
+        watcher=SimpleNamespace(do=nothing),
+    )
+    files: Any = SimpleNamespace(finish_claim=nothing)
+    unused: Any = SimpleNamespace(interrupted={})
+    held = Resume(worker, membership, unused, unused, files, unused)
+    with pytest.raises(FormationFailed):
+        held._synchronise(World(1, 1, tuple(make_member(rank) for rank in range(3))))
+    assert held.has_state
+    assert clocks == [{"totals": {}}]
 
 
 def test_who_has_other_weights_right_after_it_has_taken_over_the_others_leaves() -> None:

@@ -16,7 +16,6 @@ from torch import nn
 from elastic_train.elastic import handover
 from elastic_train.elastic.restore import sync_from_freshest
 from elastic_train.training.state import TrainState, state_sha256
-from elastic_train.world import Member, World
 from tests.ranks import on_each_rank
 
 FROZEN_BYTES = 64 * 2**20
@@ -60,7 +59,6 @@ def survivors(rank: int, path: Path) -> None:
 
 
 def survive(rank: int, case: Case) -> dict[str, Any]:
-    members = tuple(Member(f"host-{n}", 0, 1, 1, ("127.0.0.1", 1), f"directory-{n}", "gloo", None) for n in range(2))
     state = make_state(max(case.steps[rank], 0))
     if case.is_written and rank == 0:
         with torch.no_grad():
@@ -74,6 +72,7 @@ def survive(rank: int, case: Case) -> dict[str, Any]:
         send(link, tensor, targets)
 
     could_save: list[bool] = []
+    loaded: list[dict[str, Any]] = []
 
     def check() -> None:
         """As a late stop does, on a thread of its own."""
@@ -82,13 +81,14 @@ def survive(rank: int, case: Case) -> dict[str, Any]:
             state.lock.give_back()
 
     with mock.patch.object(handover.Link, "send", counted):
-        source = sync_from_freshest(state, World(rank, 3, members), case.steps, check, lambda: None, case.apart)
+        source = sync_from_freshest(state, case.steps, check, lambda: None, case.apart, loaded.append)
     return {
         "source": source,
         "step": state.step,
         "lr": state.optimizer.param_groups[0]["lr"],
         "sent": sum(sent),
         "could_save": could_save,
+        "loaded": len(loaded),
         "is_held": not state.lock.acquire(0.0),
         "hash": state_sha256(state.model.state_dict()),
         "momentum": state_sha256({"0": state.optimizer.state_dict()["state"][0]["momentum_buffer"]}),
@@ -106,8 +106,9 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
 @pytest.mark.parametrize("name", CASES)
 def test_both_have_the_same_then(survived: dict[str, list[dict[str, Any]]], name: str) -> None:
     case = CASES[name]
-    for told in survived[name]:
+    for rank, told in enumerate(survived[name]):
         source, lr = (0, 0.1) if case.apart else (1, 0.05)
+        assert told["loaded"] == (rank != source)
         assert (told["source"], told["step"], told["lr"]) == (source, case.steps[1], lr)
         assert told["hash"] == survived[name][1]["hash"]
         assert told["momentum"] == survived[name][1]["momentum"]
