@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from elastic_train.errors import SnapshotError, first_line
-from elastic_train.storage.state_bytes import rebuilt
+from elastic_train.storage.state_bytes import once, rebuilt
 from elastic_train.training.kept import ExtraNotLoaded
 from elastic_train.training.state import TrainState
 from elastic_train.training.state_hash import is_as_given
@@ -34,7 +34,7 @@ def load(state: TrainState, loaded: Mapping[str, Any], source: str, *, is_peers:
         places = {id(tensor): mine.device for tensor, mine in pairs(extras, own)}
         extras = rebuilt(extras, lambda tensor: tensor.to(places.get(id(tensor), tensor.device)), "extras")
         # The model copies its tensors, and the optimizer moves those that belong to a parameter.
-        groups = rebuilt(loaded["optimizer"]["param_groups"], lambda tensor: tensor.to(device), "param_groups")
+        groups = rebuilt(loaded["optimizer"]["param_groups"], once(lambda tensor: tensor.to(device)), "param_groups")
         optimizer = {**loaded["optimizer"], "param_groups": groups}
         given = {**loaded, "extras": extras, "optimizer": optimizer}
         state.load_state_dict(given, is_peers=is_peers)

@@ -128,7 +128,7 @@ class HostBuffers:
         if self._buffers or self._allocation is not None:
             return
         wanted: list[torch.Tensor] = []
-        rebuilt(state, _once(wanted.append))
+        rebuilt(state, once(wanted.append))
         if any(tensor.is_cuda for tensor in wanted):
             return  # not beside a CUDA graph that is being captured, which pinned memory may break
 
@@ -160,7 +160,7 @@ class HostBuffers:
         self._used = 0
         self._cuda_devices.clear()
         with torch.no_grad():
-            copied = rebuilt(state, _once(self._copy_tensor))
+            copied = rebuilt(state, once(self._copy_tensor))
         for device in self._cuda_devices:
             torch.cuda.current_stream(device).synchronize()
         del self._buffers[self._used :], self._sources[self._used :]
@@ -201,7 +201,7 @@ class HostBuffers:
         return torch.empty_like(_without_class(tensor), device="cpu", pin_memory=is_pinned, requires_grad=False)
 
 
-def _once(of_tensor: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+def once(of_tensor: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
     """Return `of_tensor`, called once for tensors that are the same numbers in memory."""
     known: dict[tuple[object, ...], Any] = {}
 
