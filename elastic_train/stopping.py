@@ -29,6 +29,9 @@ HOPELESS_SECONDS = 25.0
 LEAST_SECONDS = 10.0
 """The least time that a notice is assumed to leave: half of it is for GRACE_SECONDS and a step. If the deadline is
 nearer or over, the source's clock may differ, and a late stop before the vote to leave would lose steps needlessly."""
+ONE_INTERRUPT_SECONDS = 1.0
+"""SIGINTs within this are one Ctrl-C: a terminal sends it to all of its processes, and those that start others (the
+init of a container, `timeout`, torchrun under srun) pass it on as well."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -55,8 +58,8 @@ class StopSignal:
     def __init__(self, late_after: float = LATE_SECONDS, hopeless_after: float = HOPELESS_SECONDS) -> None:
         self.signum: int | None = None
         """The first signal that the handler has received."""
-        self._is_interrupted = False
-        """Whether a SIGINT was among the signals."""
+        self._interrupted_at: float | None = None
+        """When the first SIGINT was received."""
         self._requested_at = 0.0
         self._late_after, self._hopeless_after = late_after, hopeless_after
         self._killed_after = SHORTEST_SECONDS
@@ -138,9 +141,10 @@ class StopSignal:
         if signum == signal.SIGHUP:  # each time: a shell that ends sends it, and closes the terminal
             give_up_gone_terminals()
         if signum == signal.SIGINT:
-            if self._is_interrupted:
+            if self._interrupted_at is None:
+                self._interrupted_at = time.monotonic()
+            elif time.monotonic() - self._interrupted_at > ONE_INTERRUPT_SECONDS:
                 os._exit(128 + signal.SIGINT)
-            self._is_interrupted = True
         if self.signum is None:
             self._requested_at = time.monotonic()
             self.signum = signum

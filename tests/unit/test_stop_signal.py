@@ -14,7 +14,7 @@ import pytest
 from elastic_train import stopping
 from elastic_train.errors import Stopped
 from elastic_train.preemption import SHORTEST_SECONDS, PreemptionNotice
-from elastic_train.stopping import StopSignal
+from elastic_train.stopping import ONE_INTERRUPT_SECONDS, StopSignal
 
 WHILE_BUSY = """
 import hashlib, os, signal, threading, time
@@ -205,16 +205,17 @@ assert not stop.is_requested
 """
 
 
-def end_by(*signums: signal.Signals) -> int:
+def end_by(*signums: signal.Signals, pause: float = 0.0) -> int:
     """The exit code of a worker that is sent these signals, and ends by itself with 0 if it still runs then."""
     program = f"""
-import os, signal
+import os, signal, time
 from elastic_train.stopping import StopSignal
 
 stop = StopSignal(late_after=60)
 stop.install()
 for signum in {[int(signum) for signum in signums]}:
     os.kill(os.getpid(), signum)
+    time.sleep({pause})
 assert stop.signum == {int(signums[0])}
 os._exit(0)
 """
@@ -232,7 +233,11 @@ os._exit(0)
 )
 def test_a_second_sigint_ends_it_at_once_whatever_came_before(signums: tuple[signal.Signals, ...], code: int) -> None:
     """Schedulers repeat SIGTERM; a person has lost patience."""
-    assert end_by(*signums) == code
+    assert end_by(*signums, pause=ONE_INTERRUPT_SECONDS + 0.1) == code
+
+
+def test_a_ctrl_c_that_comes_from_the_terminal_and_from_the_init_is_one() -> None:
+    assert end_by(signal.SIGINT, signal.SIGINT) == 0
 
 
 def test_a_second_signal_is_heard_as_well() -> None:
