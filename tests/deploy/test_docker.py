@@ -42,6 +42,14 @@ def test_the_dockerfile_is_clean() -> None:
     assert done.returncode == 0, done.stdout
 
 
+def test_a_stop_leaves_torchrun_its_30_s() -> None:
+    """docker stop kills after 10 s by default, before a late stop saves."""
+    assert compose()["x-trainer"]["stop_grace_period"] == "60s"
+    commands = re.findall(r"docker run --.*", (DOCKER / "README.md").read_text())
+    assert len(commands) == 2
+    assert all("--stop-timeout 60 " in command for command in commands)
+
+
 def test_what_the_image_copies_is_there() -> None:
     text = (DOCKER / "Dockerfile").read_text()
     assert "USER 1000:1000" in text

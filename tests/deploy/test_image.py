@@ -128,7 +128,7 @@ def podman() -> Iterator[Podman]:
 
 
 def test_it_trains_by_itself(podman: Podman) -> None:
-    """`docker run --rm -v runs:/runs elastic_train`, but for the end."""
+    """`docker run --rm --stop-timeout 60 -v runs:/runs elastic_train`, but for the end."""
     podman.run(*podman.own_command(), "--max-steps", "10", "--no-progress")
     assert result(podman.runs() / "default")["step"] == 10
     assert {path.stat().st_uid for path in (podman.runs(), *podman.runs().rglob("*"))} == {1000}
