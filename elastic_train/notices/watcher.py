@@ -99,12 +99,12 @@ class NoticeWatcher:
         is_other = found is not None and (before is None or _is_other(found, before))
         if before is not None and (found is None or (self._is_leaving and is_other and not is_due)):
             self._is_leaving = False
-            self._listener.withdraw(before)  # before `hear` and `leave`: the last call counts
-        if found is not None and is_other:
-            self._listener.hear(found)
+            self._listener.withdraw(before)  # before `leave`: the last call counts
         if found is not None and is_due and (is_other or not self._is_leaving):
             self._is_leaving = True
             self._listener.leave(found)
+        if found is not None and is_other:  # after `leave`: it writes to the run directory, which may hang
+            self._listener.hear(found)
 
 
 def _is_other(found: PreemptionNotice, before: PreemptionNotice) -> bool:

@@ -59,6 +59,21 @@ def test_a_notice_counts_before_the_others_are_told(tmp_path: Path, monkeypatch:
     worker.stop.uninstall()
 
 
+def test_a_notice_counts_though_the_run_directory_hangs(tmp_path: Path) -> None:
+    """The snapshots may lie elsewhere."""
+    worker, is_back = make_worker(tmp_path), threading.Event()
+    worker.reporter.events.write = lambda *_, **__: is_back.wait()
+    source: Any = SimpleNamespace(look=lambda: NOTICE)
+    thread = threading.Thread(target=NoticeWatcher(lambda: None, Noticed(worker)).look, args=(source,))
+    thread.start()
+    try:
+        wait_until(lambda: worker.stop.is_requested, "the notice", 5)
+    finally:
+        is_back.set()
+        thread.join()
+    worker.stop.uninstall()
+
+
 def test_what_comes_too_late_is_passed_on_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The node leaves as a whole."""
     worker = make_worker(tmp_path)

@@ -645,7 +645,7 @@ def test_a_certain_notice_in_time() -> None:
 def test_an_uncertain_notice_becomes_certain() -> None:
     heard = Heard()
     assert heard.after(PreemptionNotice("s", "perhaps", is_certain=False)) == [("hear", "perhaps")]
-    assert heard.after(PreemptionNotice("s", "now")) == [("hear", "now"), ("leave", "now")]
+    assert heard.after(PreemptionNotice("s", "now")) == [("leave", "now"), ("hear", "now")]
     later = PreemptionNotice("s", "later", NOON + 900)
     assert heard.after(later) == [("withdraw", "now"), ("hear", "later")], "there is time again: the last word"
     assert heard.after(later, 800) == [("leave", "later")]
@@ -661,12 +661,12 @@ def test_an_endpoint_that_counts_from_now_is_told_of_once() -> None:
     assert heard.after(left(600), 2) == [("hear", "in 600 s")]
     assert [heard.after(left(600), 2) for _ in range(9)] == [[]] * 9
     assert heard.after(left(500), 2) == [("hear", "in 500 s")]
-    assert heard.after(left(60), 2) == [("hear", "in 60 s"), ("leave", "in 60 s")]
+    assert heard.after(left(60), 2) == [("leave", "in 60 s"), ("hear", "in 60 s")]
     assert [heard.after(left(60), 2) for _ in range(9)] == [[]] * 9
     assert heard.after(left(123), 2) == [("withdraw", "in 60 s"), ("hear", "in 123 s")]
     assert heard.after(left(119), 2) == [("leave", "in 119 s")]
     assert [heard.after(left(121 - number % 2), 2) for number in range(4)] == [[]] * 4, "on the edge"
-    assert heard.after(left(30), 2) == [("hear", "in 30 s"), ("leave", "in 30 s")]
+    assert heard.after(left(30), 2) == [("leave", "in 30 s"), ("hear", "in 30 s")]
     assert heard.after(None) == [("withdraw", "in 30 s")]
 
 
