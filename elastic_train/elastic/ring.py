@@ -27,6 +27,7 @@ from elastic_train.errors import FormationFailed, StatesDiffer, Stopped, first_l
 from elastic_train.protocol.heartbeat import FIRST_SECONDS
 from elastic_train.rules import Activity, Failure
 from elastic_train.runlog.goodput import Phase
+from elastic_train.training.loader_processes import is_loaders_death
 from elastic_train.training.reduction import Share
 from elastic_train.training.step import Outcome
 from elastic_train.world import World
@@ -276,7 +277,9 @@ class Stages:
         broken_at, world, resume = self._clock(), self._present, self._parts.resume
         self._resumed = None
         error = self._group.break_off(error, self._worker.device)
-        if isinstance(error, Stopped) and resume.has_state:  # told to stop while it waited for a store
+        # Told to stop while it waited for a store; or a loader of the user's own got the signal as well, and has died.
+        is_stop = isinstance(error, Stopped) or (self._worker.stop.is_requested and is_loaders_death(error))
+        if is_stop and resume.has_state:
             self._is_inside = False
             resume.lose_step(broken_at - self._parts.trainer.step_started)
             return Stage.STOP

@@ -198,3 +198,8 @@ def _end_by_trainer() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer.pid:
         pass
     os._exit(0)
+
+
+def is_loaders_death(error: Exception) -> bool:
+    """Whether torch raises an error because a loader process has ended before its time."""
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")

@@ -127,7 +127,9 @@ class Worker:
                 lambda why: simulation.note(f"{self} warns: {why}"),
                 joins.news.send_once,
             )
-        self.stop = SimpleNamespace(votes=lambda: 2 * (int(self.wants_to_leave),), check=lambda: None)
+        self.stop = SimpleNamespace(
+            votes=lambda: 2 * (int(self.wants_to_leave),), check=lambda: None, is_requested=False
+        )
         """as StopSignal"""
         self.ring = make_ring(self)
         process.start("training", self._run)

@@ -27,7 +27,7 @@ from elastic_train.stopping import die_with_parent
 from elastic_train.training import loader_processes
 from elastic_train.training.batches import pinned, steps
 from elastic_train.training.epoch_dataset import EpochDataset
-from elastic_train.training.loader_processes import open_loader, read_apart
+from elastic_train.training.loader_processes import is_loaders_death, open_loader, read_apart
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import ImageClassification, Task
@@ -143,6 +143,24 @@ def test_a_loader_ends_by_no_signal_but_its_trainers(context: str) -> None:
     assert len(list(batches)) == 39
     process.join()
     assert process.exitcode == 0
+
+
+def test_a_loaders_death_is_known_by_torchs_words() -> None:
+    before = set(multiprocessing.active_children())
+    parts = [MicroBatch(0, 0, 0, np.array([index]), 1, is_last=True) for index in range(40)]
+    data = EpochDataset(TensorDataset(torch.arange(40)), seed=1)
+    batches = open_loader(data, parts, Config(num_workers=1), pytest.fail)
+    next(batches)
+    [process] = set(multiprocessing.active_children()) - before
+
+    def die() -> None:
+        process.kill()
+        time.sleep(60)  # torch's handler of SIGCHLD ends it
+
+    with pytest.raises(RuntimeError) as raised:
+        die()
+    del batches  # torch would raise again
+    assert is_loaders_death(raised.value)
 
 
 def test_a_process_of_a_loader_that_was_let_go_may_die() -> None:

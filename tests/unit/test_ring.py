@@ -65,6 +65,7 @@ class Fake:
         self.could_save: list[str] = []
         """calls during which another thread than this one could have saved the state"""
         self.is_alone_in_error = True
+        self.is_told_to_stop = False
         self.is_ready: Callable[[World], bool] = lambda _world: False
         """whether another member has begun a world that waits for nodes"""
         self.when_slept: Callable[[], None] = lambda: None
@@ -176,7 +177,7 @@ class Fake:
             state=self.state,
             device=self.device,
             config=SimpleNamespace(wait_timeout=10.0),
-            stop=SimpleNamespace(check=noting("check")),
+            stop=SimpleNamespace(check=noting("check"), is_requested=self.is_told_to_stop),
             reporter=SimpleNamespace(debug=lambda text: self.calls.append(text.split(" (")[0]), log=noting("log")),
             reach=lambda _point, _world: None,
             set_environment=lambda world: self.environments.append(world.uid),
@@ -319,6 +320,18 @@ def test_who_is_told_to_stop_while_it_waits_for_the_store_saves(stage: str) -> N
     ]
     assert "fail" not in fake.calls
     assert fake.stages[-1] == "stop -> 143"
+
+
+def test_a_loader_that_dies_by_the_signal_to_stop_is_no_failure() -> None:
+    """torchrun signals the worker's whole process group, and with it the loaders of a user's own DataLoader."""
+    died = RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated. ")
+    fake = Fake(train=[died], **{"stop between worlds": [143]})
+    fake.is_told_to_stop = True
+    assert fake.ring().run() == 143
+    assert "fail" not in fake.calls
+    fake = Fake(train=[died])
+    with pytest.raises(RuntimeError, match="killed by signal"):
+        fake.ring().run()
 
 
 def test_who_has_no_state_then_has_nothing_to_save() -> None:
