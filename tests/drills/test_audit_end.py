@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from elastic_train.cli import main
 from elastic_train.errors import RunDirectoryError
 from elastic_train.runlog.goodput import bill
 from elastic_train.storage.snapshot import SnapshotInfo, verify
@@ -32,6 +33,7 @@ from tests.drills.planting import (
     drawn,
     end_with,
     events_of,
+    ledger_of,
     only_failure,
     restart,
     snapshot_of,
@@ -64,6 +66,38 @@ def test_a_bit_of_a_weight_flipped(run_dir: Path) -> None:
     position = {"epoch": 2, "samples_done": 4, "generation": 1, "world_size": 2}
     writer.save({"model": {"weight": weight}}, step=LAST_STEP, **position)
     assert "the final snapshot has" in only_failure(run_dir, "state")
+
+
+def test_two_nodes_that_ended_with_other_weights(run_dir: Path) -> None:
+    """Each has saved the last step, and a third one is of an attempt that a restart undid."""
+    import torch
+
+    def save(host: str, generation: int) -> None:
+        writer = SnapshotWriter(run_dir / "snapshots", keep=3, host=host, run_uid="uid", task={})
+        position = {"epoch": 2, "samples_done": 4, "generation": generation, "world_size": 2}
+        writer.save({"model": {"weight": torch.zeros(4)}}, step=LAST_STEP, **position)
+
+    save("c", 0)
+    assert audit(run_dir).passed
+    save("b", 1)
+    found = only_failure(run_dir, "state")
+    assert found.startswith("state: the final snapshot has")
+    assert found.endswith(f"(step-{LAST_STEP:012d}-gen-0001-b)")
+
+
+@pytest.mark.parametrize(("step", "says"), [(LAST_STEP, 1), (3, 0)], ids=["of the same step", "of an earlier end"])
+def test_a_node_whose_result_has_other_weights(
+    run_dir: Path, tmp_path: Path, step: int, says: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("events", "ledger"):
+        (tmp_path / "b" / folder).mkdir(parents=True)
+    events_of(run_dir, MEMBERS[1]).rename(events_of(tmp_path / "b", MEMBERS[1]))
+    ledger_of(run_dir, MEMBERS[1]).rename(ledger_of(tmp_path / "b", MEMBERS[1]))
+    result = json.loads((run_dir / "result.json").read_text())
+    (tmp_path / "b" / "result.json").write_text(json.dumps({**result, "step": step, "state_sha256": "0" * 64}))
+    assert main(["audit", str(run_dir), str(tmp_path / "b")]) == says
+    told = capsys.readouterr().out
+    assert ("state: one node's result.json says de04dec53c128efd, another one's 0000000000000000" in told) is bool(says)
 
 
 def test_weights_that_are_not_those_of_the_undisturbed_job(run_dir: Path) -> None:
@@ -146,13 +180,9 @@ def test_a_torn_snapshot(run_dir: Path) -> None:
 
 
 def test_a_torn_snapshot_that_was_restored(run_dir: Path) -> None:
-    def restore(lines: list[Line]) -> list[Line]:
-        return [
-            {**line, "source": "snapshot", "restored_step": 3} if line["event"] == "restore" else line for line in lines
-        ]
-
     name = damage(run_dir, 3)
-    edit_lines(events_of(run_dir), restore)
+    restored = {"generation": 1, "step": 3, "source": "snapshot", "restored_step": 3}
+    change(events_of(run_dir), lambda line: line["event"] == "restore", **restored)
     assert f"{MEMBERS[0]} restored the snapshot of step 3, which is damaged" in only_failure(run_dir, "snapshots")
     mark_as_drill(run_dir)
     faults = run_dir / "drill" / "faults.jsonl"
@@ -211,6 +241,19 @@ def test_a_job_that_did_not_reach_its_end(run_dir: Path) -> None:
     for member in MEMBERS[:2]:
         edit_lines(events_of(run_dir, member), lambda lines: [line for line in lines if line["event"] != "done"])
     assert f"nobody finished; the newest committed step is {LAST_STEP}" in only_failure(run_dir, "end")
+
+
+def test_an_end_before_the_last_step(run_dir: Path) -> None:
+    def ask_for_more(lines: list[Line], **flags: object) -> list[Line]:
+        config = {**lines[0]["config"], "max_steps": LAST_STEP + 1, **flags}
+        return [{**lines[0], "config": config}, *lines[1:]]
+
+    for member in MEMBERS:
+        edit_lines(events_of(run_dir, member), ask_for_more)
+    assert audit(run_dir).passed, "a user's own function may return before"
+    for member in MEMBERS:
+        edit_lines(events_of(run_dir, member), lambda lines: ask_for_more(lines, task=None))
+    assert only_failure(run_dir, "end") == "end: finished at step 7, and the flags ask for 8 steps"
 
 
 def test_a_member_of_the_last_world_that_vanished(run_dir: Path) -> None:

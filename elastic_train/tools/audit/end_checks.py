@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from elastic_train.errors import SnapshotError
@@ -16,6 +17,7 @@ from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
 from elastic_train.tools.audit.history import History
 from elastic_train.tools.audit.lives import Clock
 from elastic_train.tools.audit.lost_time import lost_time
+from elastic_train.tools.audit.node_directories import other_results
 from elastic_train.tools.audit.record import DrillRecord
 from elastic_train.tools.audit.remains_checks import find_snapshots_of
 from elastic_train.wording import duration
@@ -52,12 +54,27 @@ def check_end(history: History) -> Found:
         return f"step {history.last_step}", [*findings, _why_not_finished(history)]
     if history.result is None:
         findings.append(f"finished, but {history.why_no_result}")
+    findings += _too_early(history)
     for member in history.worlds[-1].members:
         if (outcome := history.outcomes.get(member, "without a word")) not in FINISHED:
             findings.append(f"{member} was in the last world and ended {outcome}")
     if history.drill is not None:
         findings += _wrong_ends(history, history.drill)
     return f"step {history.last_step}", findings
+
+
+def _too_early(history: History) -> Iterable[str]:
+    """Yield how an end lies before the one that the flags ask for. A user's own training function may return before."""
+    config = history.config
+    if "task" not in config:
+        return
+    planned = [config.get("max_steps")]
+    if history.length and history.batch:
+        planned.append(int(config.get("epochs") or 0) * -(-history.length // history.batch))
+    last = min(filter(None, planned), default=0)
+    ends = (line["step"] for line in history.of("done") if line["generation"] == history.worlds[-1].generation)
+    if (end := max(ends)) < last:
+        yield f"finished at step {end}, and the flags ask for {last} steps"
 
 
 def _why_not_finished(history: History) -> str:
@@ -126,17 +143,20 @@ def check_state(history: History) -> Found:
         if findings:
             return "no result yet", findings
         raise Skip(_no_result_yet(history))
-    looked_at = []
+    looked_at = list[str]()
     tolerance, how = LOSS_TOLERANCE, "by its losses"
-    weights = _final_weights(history, int(result.get("step") or 0))
-    if weights is not None:
+    told = str(result.get("state_sha256"))
+    for name, weights in _final_weights(history, int(result.get("step") or 0)):
         from elastic_train.training.state import state_sha256
 
-        looked_at.append("the final snapshot")
-        stored, told = state_sha256(weights), str(result.get("state_sha256"))
-        findings += [f"the final snapshot has {stored[:16]}, result.json says {told[:16]}"] if stored != told else []
-        if any(name.endswith("num_batches_tracked") for name in weights):
+        looked_at = ["the final snapshot" if not looked_at else "all final snapshots"]
+        if (stored := state_sha256(weights)) != told:
+            findings.append(f"the final snapshot has {stored[:16]}, result.json says {told[:16]} ({name})")
+        if any(key.endswith("num_batches_tracked") for key in weights):
             tolerance, how = BATCHNORM_TOLERANCE, "by its losses (roughly: BatchNorm sees each rank's samples)"
+    for other in other_results(history):
+        if (their := str(other.get("state_sha256"))) != told:
+            findings.append(f"one node's result.json says {told[:16]}, another one's {their[:16]}")
     reference = history.drill.reference if history.drill else None
     if history.drill is not None and reference is None:
         findings.append("the undisturbed run failed or was interrupted: there is nothing to compare with")
@@ -145,7 +165,7 @@ def check_state(history: History) -> Found:
         findings += list(_differences(history, result, reference, tolerance))
     if not looked_at and not findings:
         raise Skip(f"neither a snapshot of the last step nor an undisturbed run to compare with{history.in_bucket}")
-    return f"{str(result.get('state_sha256'))[:16]}, compared with {' and '.join(looked_at) or 'nothing'}", findings
+    return f"{told[:16]}, compared with {' and '.join(looked_at) or 'nothing'}", findings
 
 
 def _is_ordered(result: Line) -> bool:
@@ -181,16 +201,16 @@ def _are_apart(one: float | None, other: float | None, relative: float, absolute
     return one is not None and other is not None and not math.isclose(one, other, rel_tol=relative, abs_tol=absolute)
 
 
-def _final_weights(history: History, step: int) -> Mapping[str, torch.Tensor] | None:
+def _final_weights(history: History, step: int) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
+    """Yield the name and the weights of each snapshot of the end: several nodes may have saved it. One of the same step
+    and an earlier generation may be of steps that a restart undid."""
     from elastic_train.storage.snapshot import load_state
 
-    for info in find_snapshots_of(history)[0]:
-        if info.step == step:
-            try:
-                return dict(load_state(info)["model"])
-            except SnapshotError:
-                continue  # check_snapshots reports it
-    return None
+    infos = [info for info in find_snapshots_of(history)[0] if info.step == step]
+    for info in infos:
+        if info.generation == max(one.generation for one in infos):
+            with contextlib.suppress(SnapshotError):  # check_snapshots reports it
+                yield info.name, dict(load_state(info)["model"])
 
 
 def check_phases(history: History) -> Found:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from elastic_train.errors import RunDirectoryError, cause_of
 from elastic_train.observe.status import Status, read_status
-from elastic_train.runlog.reader import int_of, read_json
+from elastic_train.runlog.reader import Line, int_of, read_json
 from elastic_train.storage.run_record import read_record
-from elastic_train.tools.audit.history import require_run
+from elastic_train.tools.audit.history import History, require_run
 
 RESULT_FILE = "result.json"
 FOLDERS = ("events", "ledger")
@@ -22,7 +22,7 @@ FOLDERS = ("events", "ledger")
 @contextlib.contextmanager
 def as_one_run(run_dirs: Sequence[Path]) -> Iterator[Path]:
     """Yield a directory that shows the files of all, until the block ends; a single one is yielded itself. Of files of
-    the same name it shows the first; of result.json, that with most steps.
+    the same name it shows the first; of result.json, that with most steps, and others of that step by other names.
 
     Raises: RunDirectoryError: one is no run or cannot be read, two are of different runs, or two have files of the same
         worker.
@@ -76,14 +76,24 @@ def read_status_of(run_dirs: Sequence[Path], now: float) -> Status:
         )
 
 
+def other_results(history: History) -> list[Line]:
+    """The further result.json files of the nodes, of the same step: each node writes the same."""
+    names = (name for name in history.names if name.endswith(f"-{RESULT_FILE}"))
+    found = [read_json(history.run_dir / name) or {} for name in names]
+    return [one for one in found if one.get("step") == dict(history.result or {}).get("step")]
+
+
 def _step_of(path: Path) -> int:
     return int_of(read_json(path) or {}, "step") or 0
 
 
 def _show(path: Path, place: Path) -> None:
     if not path.is_dir():
-        if path.name == RESULT_FILE and place.is_symlink() and _step_of(path) > _step_of(place):
-            place.unlink()
+        if path.name == RESULT_FILE and place.is_symlink():
+            if _step_of(path) > _step_of(place):
+                place.unlink()
+            elif _step_of(path) == _step_of(place):
+                place = place.with_name(f"{len(list(place.parent.iterdir()))}-{RESULT_FILE}")
         if not place.is_symlink():
             place.symlink_to(path)
         return
