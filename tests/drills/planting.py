@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from elastic_train.runlog.reader import read_all
 from elastic_train.tools.audit.audit import Audit, CheckOutcome
 from elastic_train.tools.drills.catalogue import FAULTS
 from tests.audits import audit
@@ -59,6 +60,18 @@ def restart(run_dir: Path, step: int, source: str, snapshot: int | None = None) 
         return [*lines, *([saved] if snapshot is not None else []), again, restore, *repeated, done]
 
     edit_lines(events_of(run_dir), begin_again)
+    if (run_dir / "ledger").exists():
+        edit_lines(ledger_of(run_dir), lambda lines: [*lines, *_of_all(run_dir, step)])
+
+
+def _of_all(run_dir: Path, step: int) -> list[Line]:
+    """The lines of a world of one that does the steps after `step` again."""
+    found: dict[int, Line] = {}
+    for line in (line for member in MEMBERS[:2] for line in read_all(ledger_of(run_dir, member))):
+        if line["step"] > step and line["generation"] == 1:
+            one = found.setdefault(line["step"], {**line, "generation": 2, "rank": 0, "indices": []})
+            one["indices"] += line["indices"]
+    return list(found.values())
 
 
 def fail(run_dir: Path, member: str, time: float) -> None:

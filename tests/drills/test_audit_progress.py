@@ -16,6 +16,7 @@ from elastic_train.tools.audit.progress_checks import check_ledger
 from tests.audits import audit
 from tests.drills.planting import (
     drawn,
+    end_with,
     events_of,
     ledger_of,
     only_failure,
@@ -91,6 +92,44 @@ def test_a_run_that_was_continued_without_a_ledger(run_dir: Path, ledger: bool) 
 def test_a_rank_without_its_line(run_dir: Path) -> None:
     edit_lines(ledger_of(run_dir, MEMBERS[1]), lambda lines: lines[:-1])
     assert f"step {LAST_STEP}, generation 1: 2 samples where 4 belong" in only_failure(run_dir, "ledger")
+
+
+def test_lines_that_are_of_an_attempt_before_the_commit(run_dir: Path) -> None:
+    """Step 4 was begun as generation 0, and committed as generation 1, of whose lines none is left."""
+
+    def drop(lines: list[Line]) -> list[Line]:
+        return [line for line in lines if (line["step"], line["generation"]) != (4, 1)]
+
+    for member in MEMBERS[:2]:
+        edit_lines(ledger_of(run_dir, member), drop)
+    told = "ledger: step 4 was committed in generation 1, and its newest lines are of 0"
+    assert only_failure(run_dir, "ledger") == told
+
+
+def test_lines_by_somebody_who_was_not_that_rank(run_dir: Path) -> None:
+    """c was not in generation 1, and there were two ranks in it."""
+    change(ledger_of(run_dir, MEMBERS[1]), lambda line: line["step"] == 6, rank=5)
+    last = read_all(ledger_of(run_dir))[-1]
+    edit_lines(ledger_of(run_dir), lambda lines: lines[:-1])
+    edit_lines(ledger_of(run_dir, MEMBERS[2]), lambda lines: [*lines, last])
+    assert only_failure(run_dir, "ledger").splitlines() == [
+        "ledger: step 6: b/0/12 wrote a line as rank 5 of generation 1; it was not",
+        "ledger: step 7: c/0/13 wrote a line as rank 0 of generation 1; it was not",
+    ]
+
+
+def test_a_step_of_which_one_worker_has_all_samples_and_the_other_one_no_line(run_dir: Path) -> None:
+    change(ledger_of(run_dir), lambda line: line["step"] == LAST_STEP, indices=[0, 1, 2, 3])
+    edit_lines(ledger_of(run_dir, MEMBERS[1]), lambda lines: lines[:-1])
+    assert only_failure(run_dir, "ledger") == f"ledger: step {LAST_STEP}, generation 1: no line of 1 worker"
+
+
+def test_a_spare_writes_no_lines(run_dir: Path) -> None:
+    for member in MEMBERS[:2]:
+        change(events_of(run_dir, member), is_second_world, members=[*MEMBERS[:2], "d/0/14"], joined_members=["d/0/14"])
+    start, *_, done = read_all(events_of(run_dir))
+    write_lines(events_of(run_dir, "d/0/14"), [{**start, "time": START + 1.7}, done])
+    assert audit(run_dir).reasons == []
 
 
 def test_a_torn_line(run_dir: Path) -> None:
@@ -409,6 +448,38 @@ def test_a_step_that_an_expelled_member_wrote_too(run_dir: Path) -> None:
     assert audit(run_dir).passed
 
 
+def test_a_member_that_wrote_all_steps_of_its_world_beside_rank_0(run_dir: Path) -> None:
+    """It had committed them alone: an expelled one may have written the last two."""
+    own = [{**line, "host": "c", "pid": 13} for line in read_all(events_of(run_dir)) if line["event"] == "step"][:3]
+    edit_lines(events_of(run_dir, MEMBERS[2]), lambda lines: [*lines, *own[1:]])
+    assert audit(run_dir).reasons == []
+    edit_lines(events_of(run_dir, MEMBERS[2]), lambda lines: [*lines, own[0]])
+    assert only_failure(run_dir, "steps") == "steps: generation 0 committed step 1 more than once"
+
+
+def test_an_epoch_that_was_too_short(run_dir: Path) -> None:
+    change(events_of(run_dir), lambda line: (line["event"], line["step"]) == ("step", 6), epoch=2)
+    assert only_failure(run_dir, "steps") == "steps: step 6 belongs to epoch 1, its line says 2"
+
+
+def test_a_run_that_stopped_after_a_step_of_which_no_line_is_left(run_dir: Path) -> None:
+    end_with(run_dir, outcome="stopped")
+    assert audit(run_dir).reasons == []
+    edit_lines(
+        events_of(run_dir),
+        lambda lines: [line for line in lines if (line["event"], line["step"]) != ("step", LAST_STEP)],
+    )
+    assert only_failure(run_dir, "steps") == "steps: a/0/11 ended at step 7, and step 6 is its last line"
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_member_that_restored_another_step_than_its_world_began_with(run_dir: Path, step: int) -> None:
+    restart(run_dir, 3, "snapshot", 3)
+    change(events_of(run_dir), lambda line: (line["event"], line["generation"]) == ("restore", 2), restored_step=step)
+    told = f"steps: generation 2 begins at step 3, and a/0/11 restored step {step}"
+    assert told in audit(run_dir).reasons
+
+
 def test_steps_that_an_expelled_member_took_back(run_dir: Path) -> None:
     """It woke up after the others had formed the next world, and had committed two steps more: nobody lost them."""
     lines_of_0: list[Line] = []
@@ -491,12 +562,7 @@ def test_new_machines_that_went_on_from_a_snapshot(run_dir: Path) -> None:
     restart(run_dir, 3, "snapshot", snapshot=3)
     edit_lines(events_of(run_dir), lambda lines: [line for line in lines if line["generation"] in (None, 2)])
     change(events_of(run_dir), lambda line: line["event"] == "start", time=START + 4.9)
-    later: dict[int, Line] = {}
-    for line in (line for member in MEMBERS for line in read_all(ledger_of(run_dir, member))):
-        if line["step"] > 3 and line["generation"] == 1:
-            one = later.setdefault(line["step"], {**line, "generation": 2, "rank": 0, "indices": []})
-            one["indices"] += line["indices"]
-    edit_lines(ledger_of(run_dir), lambda _lines: list(later.values()))
+    edit_lines(ledger_of(run_dir), lambda lines: [line for line in lines if line["generation"] == 2])
     for member in MEMBERS[1:]:
         events_of(run_dir, member).unlink()
         ledger_of(run_dir, member).unlink()
@@ -525,10 +591,9 @@ def test_a_node_whose_disk_is_gone(run_dir: Path) -> None:
     of_a = {line["step"]: line for line in read_all(ledger_of(run_dir)) if line["generation"] == 1}
 
     def use_all(lines: list[Line]) -> list[Line]:
-        return [
-            {**line, "indices": of_a[line["step"]]["indices"] + line["indices"]} if line["generation"] == 1 else line
-            for line in lines
-        ]
+        own = [line for line in lines if line["generation"] == 1]
+        alone = [{**line, "rank": 0, "indices": of_a[line["step"]]["indices"] + line["indices"]} for line in own]
+        return [*(line for line in lines if line not in own), *alone]
 
     edit_lines(ledger_of(run_dir, MEMBERS[1]), use_all)
     for path in (events_of(run_dir), ledger_of(run_dir)):
@@ -577,6 +642,14 @@ def test_members_of_one_generation_that_begin_at_different_steps(run_dir: Path, 
     change(events_of(run_dir, MEMBERS[1]), is_second_world, step=step)
     steps = " and ".join(map(str, sorted((3, step))))
     assert f"generations: generation 1 began at different steps: {steps}" in audit(run_dir).reasons
+
+
+def test_a_worker_that_never_stood_in_the_world_that_committed_with_it(run_dir: Path) -> None:
+    edit_lines(events_of(run_dir, MEMBERS[1]), lambda lines: [line for line in lines if not is_second_world(line)])
+    silent = "generations: generation 1 committed steps, and b/0/12 never stood in it"
+    assert only_failure(run_dir, "generations") == silent
+    _tell(run_dir, MEMBERS[1], file="events", lines={"world": [[1, 3, 3]]})
+    assert audit(run_dir).reasons == []
 
 
 def test_two_groups_that_train_at_the_same_time(run_dir: Path) -> None:

@@ -18,12 +18,15 @@ from pathlib import Path
 from elastic_train.errors import RunDirectoryError
 from elastic_train.observe.status import Status, missing, read_status
 from elastic_train.runlog.events import FINISHED
-from elastic_train.runlog.reader import Line, member_of, read_json, read_with_torn
+from elastic_train.runlog.reader import Line, int_of, member_of, read_json, read_with_torn
 from elastic_train.storage.places import folder_by
 from elastic_train.storage.store_urls import is_url
 from elastic_train.tools.audit.lives import Clock, Clocks, LedgerLine, Life, Step, lives_of, of_one_run, packed
 from elastic_train.tools.audit.record import DrillRecord, read_drill
 from elastic_train.tools.audit.unwritten import Unwritten
+
+MOST_LATE = 2
+"""steps of a member without a line of it: the loss of a step may come after its commit"""
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,14 @@ class PastWorld:
     generation: int
     memberships: tuple[tuple[str, ...], ...]
     """the different lists of members recorded for it, by rank; more than one is a broken promise"""
+    workers: tuple[str, ...]
+    """the members that train, by rank; the others are spares"""
     cause: str
     """`start`, `peer_lost`, `join`, `leave` or `states_differ`; `start` for every world of new processes"""
     time: float
     """when the last member recorded that it stands"""
+    stood_by: frozenset[str]
+    """the members that recorded it"""
     stood: Mapping[Clock, float]
     """the same by each clock"""
     steps: tuple[int, ...]
@@ -151,20 +158,14 @@ class History:
     @cached_property
     def steps(self) -> list[Step]:
         """The steps that count, by time. The step of a member that was expelled while it committed does not count if a
-        member of the next world wrote the same step. Nor does a `_voided` step."""
+        member of the next world wrote the same step: the last one or two of their world. Nor does a `_voided` step."""
         found = self.written
-        by_step = sorted(sorted(found, key=attrgetter("step")), key=attrgetter("generation"))
-        twice = {
-            (step.generation, step.step)
-            for before, step in itertools.pairwise(by_step)
-            if (before.generation, before.step) == (step.generation, step.step)
-        }
         successors = {before.generation: after.members for before, after in itertools.pairwise(self.worlds)}
-        counting = {
-            (step.generation, step.step)
-            for step in found
-            if (step.generation, step.step) in twice and step.writer in successors.get(step.generation, ())
-        }
+        own = [step for step in found if step.writer in successors.get(step.generation, ())]
+        ends = dict[int, int]()
+        for step in own:
+            ends[step.generation] = max(step.step, ends.get(step.generation, 0))
+        counting = {(step.generation, step.step) for step in own if step.step > ends[step.generation] - MOST_LATE}
         voided = self._voided(found)
         return [
             step
@@ -304,11 +305,14 @@ def _mean_loss(steps: Sequence[Step]) -> float | None:
 def _world(generation: int, lines: list[Line], restores: Mapping[str, tuple[str, int]]) -> PastWorld:
     lines = sorted(lines, key=lambda line: int(line["rank"]))
     first = lines[0]
+    memberships = tuple(dict.fromkeys(tuple(map(str, line["members"])) for line in lines))
     return PastWorld(
         generation=generation,
-        memberships=tuple(dict.fromkeys(tuple(map(str, line["members"])) for line in lines)),
+        memberships=memberships,
+        workers=memberships[0][: int_of(first, "world_size")],
         cause=str(first["cause"]),
         time=max(float(line["time"]) for line in lines),
+        stood_by=frozenset(line["writer"] for line in lines),
         stood={line["clock"]: float(line["time"]) for line in sorted(lines, key=itemgetter("time"))},
         steps=tuple(sorted({int(line["step"]) for line in lines})),
         lost=frozenset(member for line in lines for member in line.get("lost_members", ())),

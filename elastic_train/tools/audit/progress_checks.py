@@ -58,8 +58,10 @@ def check_ledger(history: History) -> Found:
     findings = history.unwritten.unexplained([line for line in history.torn if line.startswith("ledger/")])
     used, num_epochs, of_epochs = _EpochUse(-1, 0), 0, list[str]()
     unasked = {step.step for step in history.kept if step.generation in history.without_ledger}
-    away = _steps_elsewhere(history, lambda world: world.members)
+    away = _steps_elsewhere(history, lambda world: world.workers)
     skipped, unwritten = unasked | away, set[int]()
+    workers = {world.generation: world.workers for world in history.worlds}
+    committed_in = {step.step: step.generation for step in history.kept}
 
     def is_whole(epoch: int) -> bool:
         steps = range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)
@@ -75,15 +77,14 @@ def check_ledger(history: History) -> Found:
             findings += [f"step {step} was committed and has no line"] if not has_lost else []
             continue
         epoch, within = divmod(step - 1, per_epoch)
-        ranks = Counter(line.rank for line in lines)
-        findings += [
-            f"step {step}: rank {rank} wrote {n} lines in generation {generation}" for rank, n in ranks.items() if n > 1
-        ]
+        findings += _wrong_ranks(step, generation, lines, workers.get(generation), committed_in.get(step, 0))
         if {line.epoch for line in lines} != {epoch}:
             findings.append(f"step {step} belongs to epoch {epoch}, its lines say {lines[0].epoch}")
         num_samples, expected = sum(len(line.indices) for line in lines), min(batch, length - within * batch)
         if num_samples > expected or (num_samples < expected and not has_lost):
             findings.append(f"step {step}, generation {generation}: {num_samples} samples where {expected} belong")
+        elif not has_lost and (silent := len(workers.get(generation, ())) - len({line.rank for line in lines})) > 0:
+            findings.append(f"step {step}, generation {generation}: no line of {count(silent, 'worker')}")
         if used.epoch != epoch:
             of_epochs += used.findings(is_whole=is_whole(used.epoch))
             used, num_epochs = _EpochUse(epoch, length), num_epochs + 1
@@ -99,7 +100,7 @@ def check_ledger(history: History) -> Found:
 def _lines_that_count(
     history: History, step: int, lines: Sequence[LedgerLine]
 ) -> tuple[int, Sequence[LedgerLine], bool]:
-    """Return (the largest generation of a step, its lines, whether each member without a line reported that it could
+    """Return (the largest generation of a step, its lines, whether each worker without a line reported that it could
     not write it)."""
     newest = max((line.generation for line in lines), default=0)
     lost = history.unwritten.writers("samples", step, newest)
@@ -108,8 +109,23 @@ def _lines_that_count(
     if generation not in lost:
         return generation, lines, False
     told = lost[generation].union(line.writer for line in lines)
-    members = {member for world in history.worlds if world.generation == generation for member in world.members}
-    return generation, lines, bool(members) and members <= told
+    workers = {member for world in history.worlds if world.generation == generation for member in world.workers}
+    return generation, lines, bool(workers) and workers <= told
+
+
+def _wrong_ranks(
+    step: int, generation: int, lines: Sequence[LedgerLine], workers: Sequence[str] | None, committed_in: int
+) -> Iterator[str]:
+    """Yield which lines of a step are not those of the workers that committed it, each by its rank. Workers that begin
+    a step again write their lines again: lines of an earlier generation than the commit's are of an attempt."""
+    if generation < committed_in:
+        yield f"step {step} was committed in generation {committed_in}, and its newest lines are of {generation}"
+    for rank, n in Counter(line.rank for line in lines).items():
+        if n > 1:
+            yield f"step {step}: rank {rank} wrote {n} lines in generation {generation}"
+    for line in lines:
+        if workers is not None and line.writer not in workers[line.rank : line.rank + 1]:
+            yield f"step {step}: {line.writer} wrote a line as rank {line.rank} of generation {generation}; it was not"
 
 
 class _EpochUse:
@@ -177,6 +193,7 @@ def check_steps(history: History) -> Found:
     gaps = [step for step in absent if not history.unwritten.writers("step", step, _newest_with(history, step))]
     if gaps:
         findings.append(f"step {gaps[0]} was never committed, but step {newest} was ({len(gaps)} missing)")
+    findings += _wrong_positions(history, newest)
     lines = history.of("snapshot")
     saved = sorted({(int(line["generation"]), int(line["snapshot_step"]), Path(line["path"]).name) for line in lines})
     reached, before = 0, None
@@ -186,6 +203,11 @@ def check_steps(history: History) -> Found:
             findings.append(
                 f"generation {world.generation} begins at step {world.step}, but step {reached} had been committed"
             )
+        findings += [
+            f"generation {world.generation} begins at step {world.step}, and {writer} restored step {restored}"
+            for writer, (_, restored) in world.restores.items()
+            if restored != world.step
+        ]
         if (overlooked := _overlooked(history, world, saved)) is not None:
             findings.append(
                 f"generation {world.generation} begins at step {world.step}, from {world.restored_from}, "
@@ -204,6 +226,21 @@ def check_steps(history: History) -> Found:
     told = f"; {len(away)} of them {ELSEWHERE}" if away else ""
     told += f"; {len(absent) - len(gaps)} of them {NOT_WRITTEN}" if len(absent) > len(gaps) else ""
     return f"steps {first} to {history.last_step} in {generations}{told}{history.of_before}", findings
+
+
+def _wrong_positions(history: History, newest: int) -> Iterator[str]:
+    """Yield steps of another epoch than the data and the global batch make them, and a last step of which its writer
+    tells without a line of it."""
+    if history.length is not None and history.batch is not None:
+        per_epoch = -(-history.length // history.batch)
+        for step in history.kept:
+            if step.epoch != (epoch := (step.step - 1) // per_epoch):
+                yield f"step {step.step} belongs to epoch {epoch}, its line says {step.epoch}"
+    began = {(world.workers[0], world.generation): world.step for world in history.worlds[-1:]}
+    for line in history.of("done"):
+        first = began.get((line["writer"], line["generation"]))
+        if first is not None and line.get("outcome") != "failed" and line["step"] > max(first, newest):
+            yield f"{line['writer']} ended at step {line['step']}, and step {newest} is its last line"
 
 
 def _newest_with(history: History, step: int) -> int:
@@ -275,6 +312,8 @@ def check_generations(history: History) -> Found:
             findings.append(f"generation {world.generation} began at different steps: {steps}")
         if len(set(world.members)) < len(world.members):
             findings.append(f"generation {world.generation} has a member twice")
+        if silent := _silent(history, world):
+            findings.append(f"generation {world.generation} committed steps, and {_names(silent)} never stood in it")
     for before, after in itertools.pairwise(history.worlds):
         name = f"generation {after.generation}"
         if (early := _seconds_before(after, before)) > WALL_TOLERANCE:
@@ -297,6 +336,15 @@ def check_generations(history: History) -> Found:
     if (beginning := _by_no_clock(history)) is not None:
         told += f"; not checked: whether one before {beginning} trained on beside it, for no clock tells of both"
     return told, findings
+
+
+def _silent(history: History, world: PastWorld) -> set[str]:
+    """The workers without whom a generation committed steps: they are here, and say nothing of it. Each writes that it
+    stands before the first step, which needs all of them."""
+    if world.generation not in history.steps_of:
+        return set()
+    unwritten = history.unwritten.writers("world", world.step).get(world.generation, ())
+    return set(world.workers).difference(world.stood_by, unwritten, history.elsewhere)
 
 
 def _seconds_before(after: PastWorld, before: PastWorld) -> float:
