@@ -458,6 +458,16 @@ def test_one_directory_of_several_tells_that_it_is_a_part(run_dir: Path, tmp_pat
     assert "there is no file here" in write_report(read_history(run_dir), part).read_text()
 
 
+def test_a_directory_of_a_node_that_never_had_rank_0(run_dir: Path) -> None:
+    """Whoever had it wrote all steps, elsewhere."""
+    for member in (MEMBERS[0], MEMBERS[2]):
+        events_of(run_dir, member).unlink()
+        ledger_of(run_dir, member).unlink()
+    part = audit(run_dir)
+    assert (part.verdict, part.reasons) == ("PASS", [])
+    assert part.notes[-1] == "not looked at: 2 of 3 nodes' files not here"
+
+
 def test_status_of_several_directories_is_of_one_run(run_dir: Path, tmp_path: Path) -> None:
     other = tmp_path / "node3"
     whole = read_status_of([run_dir], START + 3.0)

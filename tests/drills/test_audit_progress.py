@@ -469,7 +469,7 @@ def test_a_run_that_stopped_after_a_step_of_which_no_line_is_left(run_dir: Path)
         events_of(run_dir),
         lambda lines: [line for line in lines if (line["event"], line["step"]) != ("step", LAST_STEP)],
     )
-    assert only_failure(run_dir, "steps") == "steps: a/0/11 ended at step 7, and step 6 is its last line"
+    assert only_failure(run_dir, "steps") == "steps: step 7 was never committed, and the run came to step 7 (1 missing)"
 
 
 @pytest.mark.parametrize("step", [2, 4])
@@ -532,7 +532,7 @@ def test_what_a_restart_undid_is_lost_time(
     run_dir: Path, source: str, began: int, reached: int, wall: float, lost: float
 ) -> None:
     restart(run_dir, began, source)
-    edit_lines(events_of(run_dir), lambda lines: [line for line in lines if not _is_beyond(line, reached, 2)])
+    edit_lines(events_of(run_dir), lambda lines: [line for line in lines if not _is_beyond(line, reached, 2)][:-1])
     history = read_history(run_dir)
     assert history.last_step == reached
     found = lost_time(history)
@@ -797,6 +797,25 @@ def test_a_step_written_by_somebody_who_was_not_in(run_dir: Path) -> None:
     edit_lines(events_of(run_dir, MEMBERS[2]), trespass)
     found = audit(run_dir)
     assert "generations: step 8 of generation 1 was written by c/0/13, which is no member of it" in found.reasons
+
+
+@pytest.mark.parametrize(("step", "says"), [(3, 0), (1, 1)], ids=["the last one", "one of before"])
+def test_a_step_whose_line_was_missing_when_new_processes_went_on_from_it(run_dir: Path, step: int, says: int) -> None:
+    """Those before were killed between the snapshot and the line, which the next process has written."""
+    restart(run_dir, 3, "snapshot", 3)
+    member = "a/0/21"
+
+    def move(lines: list[Line]) -> list[Line]:
+        late = next(line for line in lines if (line["event"], line["step"]) == ("step", step))
+        own = [line for line in lines if line["generation"] == 2]
+        write_lines(events_of(run_dir, member), [{**line, "members": [member], "pid": 21} for line in (late, *own)])
+        return [line for line in lines if line not in own and line != late]
+
+    edit_lines(events_of(run_dir), move)
+    edit_lines(ledger_of(run_dir), lambda lines: [line for line in lines if line["generation"] != 2])
+    found = [reason for reason in audit(run_dir).reasons if reason.startswith("generations")]
+    told = f"generations: step {step} of generation 0 was written by {member}, which is no member of it"
+    assert found == [told] * says
 
 
 def test_a_stranger_in_a_world_that_re_formed(run_dir: Path) -> None:

@@ -55,7 +55,8 @@ def check_end(history: History) -> Found:
     if history.result is None:
         findings.append(f"finished, but {history.why_no_result}")
     findings += _too_early(history)
-    for member in history.worlds[-1].members:
+    elsewhere = history.elsewhere if history.drill is None else ()
+    for member in (member for member in history.worlds[-1].members if member not in elsewhere):
         if (outcome := history.outcomes.get(member, "without a word")) not in FINISHED:
             findings.append(f"{member} was in the last world and ended {outcome}")
     if history.drill is not None:
@@ -72,9 +73,8 @@ def _too_early(history: History) -> Iterable[str]:
     if history.length and history.batch:
         planned.append(int(config.get("epochs") or 0) * -(-history.length // history.batch))
     last = min(filter(None, planned), default=0)
-    ends = (line["step"] for line in history.of("done") if line["generation"] == history.worlds[-1].generation)
-    if (end := max(ends)) < last:
-        yield f"finished at step {end}, and the flags ask for {last} steps"
+    if history.last_step < last:
+        yield f"finished at step {history.last_step}, and the flags ask for {last} steps"
 
 
 def _why_not_finished(history: History) -> str:
@@ -246,7 +246,7 @@ def check_phases(history: History) -> Found:
         # The spans of all clocks are added up: how far those of two machines overlap is unknown.
         longest = sum(ended[clock] - since for clock, since in began.items()) + seconds.get("startup", 0.0)
         is_set = len({host for host, _ in ended}) < len(ended)  # no span covers the time between two clocks of a host
-        is_seen = span > -math.inf and not history.begins_after and not is_set
+        is_seen = span > -math.inf and not history.begins_after and not is_set and not history.elsewhere
         if is_seen and wall > longest + WALL_TOLERANCE:
             findings.append(f"the wall is {wall:.1f} s, but the startup and all events together span {longest:.1f} s")
     return f"{total:.2f} s in {len(seconds)} phases", findings

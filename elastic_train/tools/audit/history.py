@@ -209,9 +209,11 @@ class History:
 
     @cached_property
     def last_step(self) -> int:
-        """The newest committed step, even if its line could not be written."""
+        """The newest committed step, even if its line is not here. (A stop tells what was committed only of rank 0.)"""
         unwritten = self.unwritten.newest("step", self.worlds[-1].generation) if self.worlds else None
-        return max(unwritten or 0, self.kept[-1].step if self.kept else 0)
+        known = [line for line in self.ends if line.get("outcome") in FINISHED or line["rank"] == 0]
+        told = [int(line["step"]) for line in known if line.get("outcome") != "failed"]
+        return max(unwritten or 0, self.kept[-1].step if self.kept else 0, *told)
 
     @cached_property
     def unwritten(self) -> Unwritten:
@@ -270,16 +272,15 @@ class History:
         )
 
     @cached_property
+    def ends(self) -> list[Line]:
+        """The `done` events of the newest world's members."""
+        newest = {(member, world.generation) for world in self.worlds[-1:] for member in world.members}
+        return [line for line in self.of("done") if (line["writer"], line["generation"]) in newest]
+
+    @cached_property
     def outcomes(self) -> dict[str, str]:
         """How the members of the newest world ended; without members that recorded no end."""
-        if not self.worlds:
-            return {}
-        newest = self.worlds[-1]
-        return {
-            line["writer"]: str(line.get("outcome"))
-            for line in self.of("done")
-            if line["generation"] == newest.generation and line["writer"] in newest.members
-        }
+        return {line["writer"]: str(line.get("outcome")) for line in self.ends}
 
     @property
     def is_finished(self) -> bool:

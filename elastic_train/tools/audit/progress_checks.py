@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
-from elastic_train.tools.audit.history import History, PastWorld
+from elastic_train.tools.audit.history import MOST_LATE, History, PastWorld
 from elastic_train.tools.audit.lives import Clock, LedgerLine
 from elastic_train.tools.audit.unwritten import NOT_WRITTEN
 from elastic_train.wording import count
@@ -192,8 +192,8 @@ def check_steps(history: History) -> Found:
     absent = [step for step in range(first, newest + 1) if step not in present and step not in away]
     gaps = [step for step in absent if not history.unwritten.writers("step", step, _newest_with(history, step))]
     if gaps:
-        findings.append(f"step {gaps[0]} was never committed, but step {newest} was ({len(gaps)} missing)")
-    findings += _wrong_positions(history, newest)
+        findings.append(f"step {gaps[0]} was never committed, and the run came to step {newest} ({len(gaps)} missing)")
+    findings += _of_other_epochs(history)
     lines = history.of("snapshot")
     saved = sorted({(int(line["generation"]), int(line["snapshot_step"]), Path(line["path"]).name) for line in lines})
     reached, before = 0, None
@@ -228,19 +228,14 @@ def check_steps(history: History) -> Found:
     return f"steps {first} to {history.last_step} in {generations}{told}{history.of_before}", findings
 
 
-def _wrong_positions(history: History, newest: int) -> Iterator[str]:
-    """Yield steps of another epoch than the data and the global batch make them, and a last step of which its writer
-    tells without a line of it."""
-    if history.length is not None and history.batch is not None:
-        per_epoch = -(-history.length // history.batch)
-        for step in history.kept:
-            if step.epoch != (epoch := (step.step - 1) // per_epoch):
-                yield f"step {step.step} belongs to epoch {epoch}, its line says {step.epoch}"
-    began = {(world.workers[0], world.generation): world.step for world in history.worlds[-1:]}
-    for line in history.of("done"):
-        first = began.get((line["writer"], line["generation"]))
-        if first is not None and line.get("outcome") != "failed" and line["step"] > max(first, newest):
-            yield f"{line['writer']} ended at step {line['step']}, and step {newest} is its last line"
+def _of_other_epochs(history: History) -> Iterator[str]:
+    """Yield steps of another epoch than the data and the global batch make them."""
+    if not history.length or not history.batch:
+        return
+    for step in history.kept:
+        epoch = (step.step - 1) // -(-history.length // history.batch)
+        if step.epoch != epoch:
+            yield f"step {step.step} belongs to epoch {epoch}, its line says {step.epoch}"
 
 
 def _newest_with(history: History, step: int) -> int:
@@ -327,10 +322,13 @@ def check_generations(history: History) -> Found:
                 findings.append(f"{name} names {_names(after.lost | after.left)} as gone, but {_names(gone)} are")
     findings += _at_the_same_time(history)
     members = {world.generation: world.members for world in history.worlds}
+    taken = {
+        (member, world.step - n) for world in history.worlds for member in world.restores for n in range(MOST_LATE)
+    }
     findings += [
         f"step {step.step} of generation {step.generation} was written by {step.writer}, which is no member of it"
         for step in history.steps
-        if step.writer not in members.get(step.generation, (step.writer,))
+        if step.writer not in members.get(step.generation, (step.writer,)) and (step.writer, step.step) not in taken
     ]
     told = f"generations {history.worlds[0].generation} to {history.worlds[-1].generation}"
     if (beginning := _by_no_clock(history)) is not None:
