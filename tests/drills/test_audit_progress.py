@@ -106,6 +106,17 @@ def test_lines_that_are_of_an_attempt_before_the_commit(run_dir: Path) -> None:
     assert only_failure(run_dir, "ledger") == told
 
 
+def test_lines_of_a_generation_that_nobody_tells_of(run_dir: Path) -> None:
+    """They would count for the lines of the generation that committed the step. One that writes lines again may break
+    before it stands."""
+    for member in MEMBERS[:2]:
+        change(ledger_of(run_dir, member), lambda line: line["step"] == 5, generation=9)
+    told = "ledger: step 5 has lines of generation 9, and no member says that it stood"
+    assert only_failure(run_dir, "ledger") == told
+    edit_lines(events_of(run_dir), lambda lines: [*lines, {**lines[-1], "event": "ledger", "generation": 9}])
+    assert audit(run_dir).reasons == []
+
+
 def test_lines_by_somebody_who_was_not_that_rank(run_dir: Path) -> None:
     """c was not in generation 1, and there were two ranks in it."""
     change(ledger_of(run_dir, MEMBERS[1]), lambda line: line["step"] == 6, rank=5)

@@ -60,7 +60,8 @@ def check_ledger(history: History) -> Found:
     unasked = {step.step for step in history.kept if step.generation in history.without_ledger}
     away = _steps_elsewhere(history, lambda world: world.workers)
     skipped, unwritten = unasked | away, set[int]()
-    workers = {world.generation: world.workers for world in history.worlds}
+    workers: dict[int, Sequence[str]] = {int(line["generation"]): () for line in history.of("ledger")}  # may not stand
+    workers |= {world.generation: world.workers for world in history.worlds}
     committed_in = {step.step: step.generation for step in history.kept}
 
     def is_whole(epoch: int) -> bool:
@@ -77,7 +78,9 @@ def check_ledger(history: History) -> Found:
             findings += [f"step {step} was committed and has no line"] if not has_lost else []
             continue
         epoch, within = divmod(step - 1, per_epoch)
-        findings += _wrong_ranks(step, generation, lines, workers.get(generation), committed_in.get(step, 0))
+        findings += _wrong_ranks(step, generation, lines, workers.get(generation, ()), committed_in.get(step, 0))
+        if generation not in workers and history.unwritten.newest("world", generation) is None:
+            findings.append(f"step {step} has lines of generation {generation}, and no member says that it stood")
         if {line.epoch for line in lines} != {epoch}:
             findings.append(f"step {step} belongs to epoch {epoch}, its lines say {lines[0].epoch}")
         num_samples, expected = sum(len(line.indices) for line in lines), min(batch, length - within * batch)
@@ -114,7 +117,7 @@ def _lines_that_count(
 
 
 def _wrong_ranks(
-    step: int, generation: int, lines: Sequence[LedgerLine], workers: Sequence[str] | None, committed_in: int
+    step: int, generation: int, lines: Sequence[LedgerLine], workers: Sequence[str], committed_in: int
 ) -> Iterator[str]:
     """Yield which lines of a step are not those of the workers that committed it, each by its rank. Workers that begin
     a step again write their lines again: lines of an earlier generation than the commit's are of an attempt."""
@@ -124,7 +127,7 @@ def _wrong_ranks(
         if n > 1:
             yield f"step {step}: rank {rank} wrote {n} lines in generation {generation}"
     for line in lines:
-        if workers is not None and line.writer not in workers[line.rank : line.rank + 1]:
+        if workers and line.writer not in workers[line.rank : line.rank + 1]:
             yield f"step {step}: {line.writer} wrote a line as rank {line.rank} of generation {generation}; it was not"
 
 
