@@ -96,7 +96,7 @@ class StepFlags:
     find_unused_parameters: bool = switch()
     """DDP's option: some parameters get no gradient in some steps"""
     static_graph: bool = switch()
-    """DDP's option: every step uses the same parameters in the same way"""
+    """DDP's option: every step uses the same parameters in the same way; a rank's share is one pass, of any size"""
 
     def check(self) -> None:
         """Raises: UsageError: names the flag, its value and what would work."""

@@ -216,6 +216,11 @@ def check_start(config: Config, launch: Launch) -> None:
         raise UsageError(
             f"--parallel dp is one process for all GPUs, and this is one of {launch.world_size}: leave one out"
         )
+    if config.static_graph and config.micro_batch_size is not None:
+        raise UsageError(
+            f"--static-graph --micro-batch-size {config.micro_batch_size}: DDP makes one pass a step over a static "
+            "graph: leave one out"
+        )
     bucket_of(config)
     key_of(config)
     if config.init_from is not None:

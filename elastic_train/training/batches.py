@@ -35,7 +35,7 @@ class RunSampler:
             rank=world.rank,
             world_size=world.world_size,
             virtual_ranks=config.virtual_ranks if config.reduction == "ordered" else None,
-            micro_batch_size=state.micro_batch_size,
+            micro_batch_size=None if config.static_graph else state.micro_batch_size,  # DDP fails under `no_sync` then
             max_steps=state.last_step,
         )
         """sampler of the epoch in which the world begins"""

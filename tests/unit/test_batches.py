@@ -57,6 +57,16 @@ def test_a_list_of_micro_batches_per_step(rank: int) -> None:
         assert all(micro_batch.step == number for micro_batch, _ in step)
 
 
+def test_a_static_graph_has_one_pass_a_step_though_its_share_has_grown() -> None:
+    """After the loss of a peer. DDP's first pass of a static graph fails where it is not the step's only one."""
+    config = Config(model="mlp", global_batch_size=500, epochs=1, static_graph=True)
+    task = ImageClassification("digits", "mlp", Path(), 0)
+    state = make_state(config, task, CPU)
+    state.micro_batch_size = 167  # of three ranks
+    found = steps(task.train_set, task.collate, state, World(0, 1, (MEMBER, MEMBER)), config, CPU)
+    assert [[len(micro_batch.indices) for micro_batch, _ in step] for step in found] == [[250], [250], [219]]
+
+
 def require_equal(steps_of_one: list[list[tuple[Any, Any]]], steps_of_other: list[list[tuple[Any, Any]]]) -> None:
     for step, same in zip(steps_of_one, steps_of_other, strict=True):
         for (micro_batch, batch), (other, other_batch) in zip(step, same, strict=True):

@@ -333,6 +333,11 @@ def test_weights_at_a_url_are_told_how_to_be_had() -> None:
     assert "hunter2" not in str(raised.value)
 
 
+def test_passes_of_a_static_graph_are_not_limited() -> None:
+    with pytest.raises(UsageError, match="--static-graph --micro-batch-size 8: DDP makes one pass a step"):
+        check_start(Config(static_graph=True, micro_batch_size=8), Launch())
+
+
 @pytest.mark.parametrize(
     ("flags", "length", "told"),
     [
