@@ -13,10 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from elastic_train.errors import UsageError
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.optimizers import parameters_beside, parameters_of, parts_of
+from elastic_train.training.optimizers import parameters_beside, parameters_of, parts_of, sizes_of
 from elastic_train.training.ordered_buffers import SavedShapes, made_with_nan, make_writable
 from elastic_train.training.tasks import tensors_in
-from elastic_train.wording import count
 
 Buffers = dict[str, torch.Tensor | None]
 """buffers of one layer, by name"""
@@ -51,18 +50,22 @@ class KeptStep:
         # A scaler changes its scale by the gradients, and after a failed reduction these differ between ranks.
         self.scalers = scalers_in((scaler, optimizer, *extras))
         self._scales: list[tuple[dict[str, Any], Remembered]] = [(vars(one), {}) for one in self.scalers]
+        self._groups: list[tuple[dict[str, Any], Remembered]] = []
+        """of all optimizers: a loop may set a rate before the optimizer's step, perhaps by the one in force"""
 
     def keep(self) -> None:
         """Copy all at the start of a step."""
         self.buffers.keep()
         with torch.no_grad():  # GradScaler's public methods would wait for the GPU
             _remember([({name: held[name] for name in _SCALES}, kept) for held, kept in self._scales])
+            self._groups = [(group, {}) for one in self.updates.optimizers for group in one.param_groups]
+            _remember([({name: group[name] for name in group if name != "params"}, kept) for group, kept in self._groups])
         self.updates.keep()
 
     def put_back(self) -> bool:
         """Restore all to the start of the open step. Returns whether weights and optimizers are restored, too."""
         self.buffers.put_back()  # first: a load below expects the extras' buffers in their old shapes
-        for held, kept in self._scales:
+        for held, kept in (*self._scales, *self._groups):
             _put_back(held, kept)
         return self.updates.put_back()
 
@@ -159,7 +162,7 @@ class KeptUpdates:
         self._model, self._buffers = model, buffers
         self._parts = [optimizer, *(extra for extra in extras if not isinstance(extra, own))]
         self.optimizers = [part for part in self._parts if isinstance(part, torch.optim.Optimizer)]
-        self._num_groups = [len(optimizer.param_groups) for optimizer in self.optimizers]
+        self._sizes = [sizes_of(optimizer) for optimizer in self.optimizers]
         self.is_needed = len(self.optimizers) > 1
         """whether steps from the next one on need a copy; saved with the state, for a worker that takes it over"""
         self._num_begun = 0
@@ -206,14 +209,13 @@ class KeptUpdates:
         return {**state, PARTS: held}
 
     def require_groups(self) -> None:
-        """Raises: UsageError: an optimizer's number of parameter groups has changed since its start."""
-        for optimizer, number in zip(self.optimizers, self._num_groups, strict=True):
-            found = len(optimizer.param_groups)
-            if found != number:
+        """Raises: UsageError: an optimizer's parameter groups have grown or shrunk since its start."""
+        for optimizer, sizes in zip(self.optimizers, self._sizes, strict=True):
+            if (found := sizes_of(optimizer)) != sizes:
                 raise UsageError(
-                    f"{type(optimizer).__name__} has {count(found, 'parameter group')}, and began with {number}, as do "
-                    "newcomers and restarts, which could not load its state: make all groups before run(). Until they "
-                    "are needed, freeze them or give them a learning rate of 0"
+                    f"the parameter groups of {type(optimizer).__name__} have {found} parameters, and began with "
+                    f"{sizes}, as do newcomers and restarts, which could not load its state: make all groups before "
+                    "run(). Until they are needed, freeze them or give them a learning rate of 0"
                 )
 
     def note_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]) -> Arguments | None:
@@ -366,7 +368,7 @@ def _remember(found: Iterable[tuple[Buffers, Remembered]]) -> None:
     for buffers, kept in found:
         for name, buffer in buffers.items():
             last, copy = kept.get(name, (None, None))
-            if buffer is not None and buffer is last and copy is not None:
+            if isinstance(buffer, torch.Tensor) and buffer is last and copy is not None:
                 copies, sources = again.setdefault((buffer.device, buffer.dtype, buffer.layout), ([], []))
                 copies.append(copy)
                 sources.append(buffer)
@@ -382,6 +384,6 @@ def _remember(found: Iterable[tuple[Buffers, Remembered]]) -> None:
 
 def _put_back(buffers: Buffers, kept: Remembered) -> None:
     for name, (buffer, copy) in kept.items():
-        if buffer is not None and copy is not None:
+        if isinstance(buffer, torch.Tensor) and copy is not None:
             buffer.copy_(copy)
         buffers[name] = buffer

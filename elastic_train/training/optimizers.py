@@ -67,6 +67,11 @@ def groups_instead(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]
     return groups
 
 
+def sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Return the number of parameters of each group."""
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
 def rate_of(group: Mapping[str, Any]) -> float | None:
     """Return a parameter group's learning rate; None if its optimizer finds the rate itself (Adafactor)."""
     rate = group.get("lr")

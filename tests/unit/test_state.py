@@ -1132,10 +1132,34 @@ def test_a_group_that_the_start_did_not_have_is_refused_before_its_first_step(na
     optimizer = gan.state.optimizer if name == "g" else gan.d_optimizer
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     weights = [one.detach().clone() for one in (*gan.g.parameters(), *gan.d.parameters())]
-    with pytest.raises(UsageError, match=r"^(SGD|Adam) has 2 parameter groups, and began with 1, as do newcomers"):
+    with pytest.raises(UsageError, match=r"of (SGD|Adam) have \[\d, 1\] parameters, and began with \[\d\]"):
         gan.step()
     assert gan.state.is_whole
     assert all(map(torch.equal, (*gan.g.parameters(), *gan.d.parameters()), weights))
+
+
+def test_a_group_that_a_loop_has_made_larger_is_refused_as_a_new_one_is() -> None:
+    state = make_state()
+    state.optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(1)))
+    state.remember()
+    with pytest.raises(UsageError, match=r"groups of .* have \[\d+\] parameters, and began with \[\d+\]"):
+        state.optimizer.step()
+    assert state.is_whole
+
+
+@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["a number", "a tensor"])
+def test_a_rate_that_a_loop_halves_within_a_step_is_halved_once_though_the_step_is_redone(rate: Any) -> None:
+    """As at a milestone, before the optimizer's step: `group["lr"] *= 0.5`."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam([{"params": [one], "lr": rate} for one in model.parameters()])
+    state = TrainState(model, optimizer, length=10, global_batch_size=5, epochs=3)
+    for _ in range(3):
+        state.remember()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        assert state.rollback()
+        assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.5]
+        assert state.is_whole
 
 
 class Sam(torch.optim.Optimizer):
