@@ -32,6 +32,34 @@ class LoopHints:
         self._steps_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         """for each optimizer: the last step in which it stepped, and the number of such steps"""
         self._has_warned_of_other = False
+        self._rates: list[float | None] | None = None
+        """learning rates as the function began, where it repeats what it does at the top of an epoch"""
+        self._begun_epoch = -1
+        """epoch of the newest batch"""
+
+    def enter(self, world: World) -> None:
+        """Note that the function begins in `world`."""
+        state = self._worker.state
+        repeats = state.samples_done > 0 or self._begun_epoch == state.epoch
+        self._rates = state.learning_rates if repeats and world.rank == 0 else None
+
+    def note_begun(self) -> None:
+        """Note that the function has asked for a batch."""
+        state, rates, self._rates = self._worker.state, self._rates, None
+        self._begun_epoch = state.epoch
+        changed = (
+            []
+            if rates is None
+            else [pair for pair in zip(rates, state.learning_rates, strict=False) if len({*pair}) > 1]
+        )
+        if changed:
+            before, now = changed[0]
+            self._worker.reporter.warn(
+                f"the function has changed the learning rate from {before} to {now} before its first batch, within "
+                f"epoch {state.epoch}: what stands above training.batches() runs again in each world that begins "
+                "within an epoch, so that lr *= 0.1 or a scheduler's step counts twice there; derive the rate from the "
+                "epoch, or step the scheduler after the epoch's last batch"
+            )
 
     def note_stepped(self, world: World, *, is_in_hand: bool) -> None:
         """Note that the optimizer has stepped, in a step that is in hand or between two."""

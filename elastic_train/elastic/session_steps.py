@@ -80,7 +80,8 @@ class SessionSteps:
         is_own_code: whether the code between two steps is the user's own.
         require_unbroken: raises FormationFailed where the process group was broken off; waits for the device.
         reading: the context in which a batch is read (`GroupSockets.reading`).
-        note_unstepped: called where a step is committed in which the optimizer has not stepped.
+        note_begun, note_unstepped: called where the function gets a batch; where a step is committed in which the
+            optimizer has not stepped.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class SessionSteps:
         is_own_code: bool,
         require_unbroken: Callable[[], None],
         reading: Callable[[], AbstractContextManager[None]],
+        note_begun: Callable[[], None],
         note_unstepped: Callable[[], None],
     ) -> None:
         self._shares = iter(shares)
@@ -105,7 +107,8 @@ class SessionSteps:
         self._clock = clock
         self._committed_at = time.monotonic()
         self._is_own_code = is_own_code
-        self._require_unbroken, self._reading, self._note_unstepped = require_unbroken, reading, note_unstepped
+        self._require_unbroken, self._reading = require_unbroken, reading
+        self._note_begun, self._note_unstepped = note_begun, note_unstepped
         self.in_hand: StepInHand | None = None
         self._is_after_epoch = False
         """an epoch's last step is committed, and the function has not asked for the next batch or epoch"""
@@ -167,6 +170,7 @@ class SessionSteps:
         if (ledger := self._worker.reporter.ledger) is not None:
             ledger.write(epoch=first.epoch, step=first.step, world=self._world, indices=indices)
         if self._is_own_code:
+            self._note_begun()
             self._worker.state.remember()
         return share
 

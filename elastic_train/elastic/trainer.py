@@ -199,19 +199,13 @@ class Trainer:
         worker, membership = self._worker, self._membership
         end = WorldEnd(world, membership, self._saver.save_time.note_vote)
         self._passes.enter(world)
+        self._hints.enter(world)
         sums = StepSums(worker, membership.watcher, world, end, self._votes)
         steps = SessionSteps(
-            shares,
-            worker,
-            membership.watcher,
-            world,
-            sums,
-            self,
-            is_own_code=not self._is_bundled,
-            require_unbroken=self._require_unbroken,
-            reading=membership.sockets.reading,
-            note_unstepped=partial(self._hints.note_unstepped, world),
-        )
+            shares, worker, membership.watcher, world, sums, self, is_own_code=not self._is_bundled,
+            require_unbroken=self._require_unbroken, reading=membership.sockets.reading,
+            note_begun=self._hints.note_begun, note_unstepped=partial(self._hints.note_unstepped, world),
+        )  # fmt: skip
         parallel = OwnParallel(
             world, worker.device, membership.watcher, steps, sums, self._hints.note_unwrapped,
             self._require_unbroken, self._passes.watch,

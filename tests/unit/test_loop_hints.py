@@ -233,3 +233,26 @@ def test_an_optimizer_that_the_known_one_is_made_of(is_known: bool) -> None:
             told.hints.note_other_stepped(ALONE, optimizer)
         told.hints._worker.state.commit(0.0)
     assert [line.split(" no part")[0] for line in told.warnings] == ["Adam, which trains too, is"] * (not is_known)
+
+
+@pytest.mark.parametrize("change", ["by the present rate", "by the epoch", "in the epoch"])
+@pytest.mark.parametrize("begins", ["within an epoch", "in the first step of one", "at one"])
+def test_a_rate_that_the_top_of_an_epoch_changes_a_second_time(begins: str, change: str) -> None:
+    told = Told()
+    [group] = told.optimizer.param_groups
+    state = told.hints._worker.state
+    if begins == "in the first step of one":  # a peer was lost in it
+        told.hints.enter(ALONE)
+        told.hints.note_begun()
+    state.samples_done = 4 if begins == "within an epoch" else 0
+    told.hints.enter(ALONE)
+    if change != "in the epoch":
+        group["lr"] = group["lr"] * 0.5 if change == "by the present rate" else 0.1
+    told.hints.note_begun()
+    group["lr"] = 0.01
+    told.hints.note_begun()
+    if begins == "at one" or change != "by the present rate":
+        assert told.warnings == []
+        return
+    [warning] = told.warnings
+    assert warning.startswith("the function has changed the learning rate from 0.1 to 0.05 before its first batch")

@@ -1107,6 +1107,7 @@ def trainer_steps(trainer: Trainer) -> SessionSteps:
         is_own_code=True,
         require_unbroken=trainer._require_unbroken,
         reading=trainer._membership.sockets.reading,
+        note_begun=lambda: None,
         note_unstepped=lambda: None,
     )
 
