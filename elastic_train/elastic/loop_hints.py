@@ -14,6 +14,7 @@ from elastic_train.training.optimizers import (
     may_hold,
     may_schedule,
     parameters_beside,
+    parameters_of,
     stepping_scaler,
 )
 from elastic_train.world import World
@@ -28,7 +29,7 @@ class LoopHints:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._has_looked_for_scheduler = self._has_looked_at_gradients = self._has_looked_for_ddp = False
-        self._has_seen_early_commit = False
+        self._has_seen_early_commit = self._has_seen_unreduced = False
         self._steps_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         """for each optimizer: the last step in which it stepped, and the number of such steps"""
         self._has_warned_of_other = False
@@ -47,13 +48,8 @@ class LoopHints:
         """Note that the function has asked for a batch."""
         state, rates, self._rates = self._worker.state, self._rates, None
         self._begun_epoch = state.epoch
-        changed = (
-            []
-            if rates is None
-            else [pair for pair in zip(rates, state.learning_rates, strict=False) if len({*pair}) > 1]
-        )
-        if changed:
-            before, now = changed[0]
+        pairs = zip(rates or (), state.learning_rates, strict=False)
+        for before, now in [pair for pair in pairs if len({*pair}) > 1][:1]:
             self._worker.reporter.warn(
                 f"the function has changed the learning rate from {before} to {now} before its first batch, within "
                 f"epoch {state.epoch}: what stands above training.batches() runs again in each world that begins "
@@ -73,6 +69,11 @@ class LoopHints:
             return
         self._has_looked_for_scheduler = True
         state = self._worker.state
+        if all(one.grad is None for one in parameters_of(state.optimizer)):
+            self._worker.reporter.warn(
+                "the optimizer has stepped, and none of its parameters has a gradient, so it has changed nothing: call "
+                "loss.backward() before its step"
+            )
         others = torch.amp.GradScaler | AveragedWeights | torch.optim.Optimizer | nn.Module
         may_be = [one for one in state.extras.values() if not isinstance(one, others)]
         if has_scheduler(state.optimizer) and not any(may_schedule(one, state.optimizer) for one in may_be):
@@ -128,6 +129,17 @@ class LoopHints:
             "commits are no part of the state: a restart, and each change of the world, loses them. Each batch of "
             "training.batches() is a whole step: give --global-batch-size all samples of it, and split the batch "
             "within the step (training.step does that by --micro-batch-size)"
+        )
+
+    def note_unreduced(self, world: World) -> None:
+        """Note that the optimizer has stepped in a step in which DDP has summed no gradients."""
+        if self._has_seen_unreduced or world.rank != 0 or world.world_size == 1:
+            return
+        self._has_seen_unreduced = True
+        self._worker.reporter.warn(
+            f"the optimizer has stepped in step {self._worker.state.step + 1}, and no gradient came through a module "
+            "of training.parallel(): call that module, not the model in it, else each worker trains a model of its "
+            "own. (A loop that averages gradients by itself may ignore this)"
         )
 
     def note_unwrapped(self) -> None:

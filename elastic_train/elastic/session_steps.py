@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from elastic_train.elastic.loop_hints import LoopHints
 from elastic_train.elastic.step_sums import LateTotals, StepSums
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import FormationFailed, UsageError
@@ -80,8 +81,6 @@ class SessionSteps:
         is_own_code: whether the code between two steps is the user's own.
         require_unbroken: raises FormationFailed where the process group was broken off; waits for the device.
         reading: the context in which a batch is read (`GroupSockets.reading`).
-        note_begun, note_unstepped: called where the function gets a batch; where a step is committed in which the
-            optimizer has not stepped.
     """
 
     def __init__(
@@ -96,8 +95,7 @@ class SessionSteps:
         is_own_code: bool,
         require_unbroken: Callable[[], None],
         reading: Callable[[], AbstractContextManager[None]],
-        note_begun: Callable[[], None],
-        note_unstepped: Callable[[], None],
+        hints: LoopHints,
     ) -> None:
         self._shares = iter(shares)
         self._worker = worker
@@ -107,8 +105,7 @@ class SessionSteps:
         self._clock = clock
         self._committed_at = time.monotonic()
         self._is_own_code = is_own_code
-        self._require_unbroken, self._reading = require_unbroken, reading
-        self._note_begun, self._note_unstepped = note_begun, note_unstepped
+        self._require_unbroken, self._reading, self._hints = require_unbroken, reading, hints
         self.in_hand: StepInHand | None = None
         self._is_after_epoch = False
         """an epoch's last step is committed, and the function has not asked for the next batch or epoch"""
@@ -170,7 +167,7 @@ class SessionSteps:
         if (ledger := self._worker.reporter.ledger) is not None:
             ledger.write(epoch=first.epoch, step=first.step, world=self._world, indices=indices)
         if self._is_own_code:
-            self._note_begun()
+            self._hints.note_begun()
             self._worker.state.remember()
         return share
 
@@ -203,7 +200,9 @@ class SessionSteps:
             self._require_none_caught()
             if step.has_reduced:
                 self._require_unbroken()
-            self._note_unstepped()
+            self._hints.note_unstepped(self._world)
+        elif not step.has_reduced:
+            self._hints.note_unreduced(self._world)
         step.is_applied = True
         return has_stepped
 

@@ -118,7 +118,8 @@ class StateChecks:
             f"the weights or optimizer states of {world.world_size} workers are not equal after step {state.step}, and "
             f"{which}: {then}, and what is saved is rank 0's; the next world "
             "will go by the majority, or by the newest snapshot. The code that is trained must do the same on every "
-            "rank: one backward() and one optimizer.step() for each batch, and schedulers among the extras"
+            "rank: one pass through training.parallel(), one backward() and one optimizer.step() for each batch, and "
+            "schedulers among the extras"
         )
 
 

@@ -203,8 +203,7 @@ class Trainer:
         sums = StepSums(worker, membership.watcher, world, end, self._votes)
         steps = SessionSteps(
             shares, worker, membership.watcher, world, sums, self, is_own_code=not self._is_bundled,
-            require_unbroken=self._require_unbroken, reading=membership.sockets.reading,
-            note_begun=self._hints.note_begun, note_unstepped=partial(self._hints.note_unstepped, world),
+            require_unbroken=self._require_unbroken, reading=membership.sockets.reading, hints=self._hints,
         )  # fmt: skip
         parallel = OwnParallel(
             world, worker.device, membership.watcher, steps, sums, self._hints.note_unwrapped,

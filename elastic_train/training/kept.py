@@ -59,7 +59,9 @@ class KeptStep:
         with torch.no_grad():  # GradScaler's public methods would wait for the GPU
             _remember([({name: held[name] for name in _SCALES}, kept) for held, kept in self._scales])
             self._groups = [(group, {}) for one in self.updates.optimizers for group in one.param_groups]
-            _remember([({name: group[name] for name in group if name != "params"}, kept) for group, kept in self._groups])
+            _remember(
+                [({name: group[name] for name in group if name != "params"}, kept) for group, kept in self._groups]
+            )
         self.updates.keep()
 
     def put_back(self) -> bool:

@@ -21,7 +21,7 @@ SECOND: Any = SimpleNamespace(rank=1)
 class Told:
     """A worker, and the warnings that it has got."""
 
-    def __init__(self, *, is_open: bool = True, **extras: Stateful) -> None:
+    def __init__(self, *, is_open: bool = True, with_gradients: bool = True, **extras: Stateful) -> None:
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         state = TrainState(
@@ -31,6 +31,8 @@ class Told:
         reporter = SimpleNamespace(warn=self.warnings.append, report=self.warnings.append)
         worker: Any = SimpleNamespace(state=state, reporter=reporter, launch=SimpleNamespace(is_open=is_open))
         self.hints = LoopHints(worker)
+        if with_gradients:
+            self.add_up(0.5)
 
     def add_up(self, value: float) -> None:
         for parameter in self.model.parameters():
@@ -49,8 +51,26 @@ def test_gradients_that_add_up_over_commits() -> None:
     assert "--global-batch-size" in warning
 
 
-def test_a_step_that_a_scaler_has_skipped_adds_nothing_up() -> None:
+def test_a_step_without_a_backward_pass() -> None:
+    told = Told(with_gradients=False)
+    for world in (SECOND, ALONE, ALONE):
+        told.hints.note_stepped(world, is_in_hand=True)
+    [warning] = told.warnings
+    assert "loss.backward()" in warning
+
+
+def test_a_model_that_is_called_beside_its_ddp() -> None:
+    """The backward pass fills the gradients, and nobody averages them."""
     told = Told()
+    for rank, world_size in ((0, 1), (1, 2), (0, 2), (0, 2)):
+        world: Any = SimpleNamespace(rank=rank, world_size=world_size)
+        told.hints.note_unreduced(world)
+    [warning] = told.warnings
+    assert warning.startswith("the optimizer has stepped in step 1, and no gradient came through a module")
+
+
+def test_a_step_that_a_scaler_has_skipped_adds_nothing_up() -> None:
+    told = Told(with_gradients=False)
     told.hints.note_unstepped(ALONE)
     for value in (float("inf"), 0.0):  # or, after `zero_grad`, nothing
         told.add_up(value)

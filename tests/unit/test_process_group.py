@@ -40,6 +40,7 @@ from elastic_train.protocol import addresses, names
 from elastic_train.protocol.addresses import address_towards, own_address
 from elastic_train.rules import Activity, Failure
 from elastic_train.system import open_sockets
+from elastic_train.tools.bench.reduction_speed import local_world
 from elastic_train.tools.drills.nodes import wait_until
 from elastic_train.training.collectives import GROUP_TIMEOUT, exchange
 from elastic_train.training.group_sockets import GroupSockets
@@ -1101,14 +1102,13 @@ def trainer_steps(trainer: Trainer) -> SessionSteps:
         (),
         trainer._worker,
         nothing,
-        nothing,
+        local_world(0, 2),
         nothing,
         trainer,
         is_own_code=True,
         require_unbroken=trainer._require_unbroken,
         reading=trainer._membership.sockets.reading,
-        note_begun=lambda: None,
-        note_unstepped=lambda: None,
+        hints=trainer._hints,
     )
 
 

@@ -512,7 +512,7 @@ def test_a_stand_in_of_an_own_loop_leaves_no_trace_in_buffers() -> None:
     step = StepInHand(EMPTY, num_samples=0)
     steps = SessionSteps(
         (), nothing, nothing, nothing, nothing, nothing, is_own_code=True, require_unbroken=lambda: None,
-        reading=nullcontext, note_begun=lambda: None, note_unstepped=lambda: None,
+        reading=nullcontext, hints=nothing,
     )  # fmt: skip
     steps.turn_to_function = lambda: None  # type: ignore[method-assign]
     parallel = OwnParallel(local_world(0, 2), CPU, nothing, steps, nothing, lambda: None, lambda: None)
