@@ -255,11 +255,11 @@ def check_phases(history: History) -> Found:
 def _begun(history: History) -> dict[Clock, float]:
     """Map each clock to the first event of a worker that began from scratch. An earlier attempt that saved nothing is
     not in the state's times; lost_time.py counts it."""
-    scratch = [line for line in history.of("restore") if line["source"] == "scratch"]
-    newest = max((int(line["generation"]) for line in scratch), default=None)
-    writers = {line["writer"] for line in scratch if line["generation"] == newest}
+    began = [line for line in history.of("restore") if line["source"] == "scratch"]
+    newest = max((int(line["generation"]) for line in began), default=None)
     found: dict[Clock, float] = {}
-    for life in history.lives:
-        if not writers or life.member in writers:
+    for life in history.lives:  # in containers, processes of the attempts before have the same names
+        own = (line["event"] == "restore" and line["generation"] == newest for line in life.lines)
+        if newest is None or any(own):
             found |= {clock: min(first, found.get(clock, first)) for clock, (first, _) in life.spans.items()}
     return found
