@@ -183,7 +183,7 @@ def test_no_step_waits_for_an_answer(cluster: Cluster) -> None:
         assert node.wait(40) == 128 + signal.SIGTERM
         asked = re.findall(r"^asked by (.*)$", node.text(), re.MULTILINE)
         assert len(asked) >= len(server.asked) > 1
-    assert set(asked) == {"notices"}
+    assert set(asked) == {"notice-request"}
 
 
 @pytest.mark.slow
