@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Semaphore
 from typing import Any
@@ -77,9 +76,7 @@ def open_loader(
         _ending.pop(0).join()
     # Only where there are processes: this call fixes the method, so that a user's later set_start_method raises.
     if multiprocessing.get_context(config.multiprocessing_context).get_start_method() != "fork":
-        resource_tracker.ensure_running()  # now, because its start unblocks signals
-        with _signals_blocked():
-            return _read([iter(make(None))])
+        return _read([iter(make(None))])
     for _ in range(MOST_STARTS - 1):
         batches, processes, num_missing = _fork(make, num_workers)
         if num_missing == 0:
@@ -156,9 +153,8 @@ def _fork(
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block the signals of torchrun, terminals and torch in processes started inside the block, and in their threads. A
-    process that hangs before its first line would forward them to this one: it has the pipe that wakes the listening
-    thread."""
+    """Block the signals of torchrun, terminals and torch in processes forked inside the block, until their first line.
+    A process that hangs before it would forward them to this one: it has the pipe that wakes the listening thread."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -179,25 +175,17 @@ def _count(begun: Semaphore, num_workers: int) -> int:
 
 def start_loader_process(_worker: int, begun: Semaphore | None = None) -> None:
     """The `worker_init_fn` of every DataLoader whose processes live beside training; `begun` is released once."""
-    # torchrun and terminals signal a worker's whole process group, and systemd and some of SLURM's plug-ins every
-    # process. The death of a loader would cost the open step and the snapshot of the stop: the trainer alone decides.
+    # torchrun and terminals signal a worker's whole process group. The death of a loader would cost the open step and
+    # the snapshot of the stop: the trainer alone decides to stop.
     os.setpgid(0, 0)
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # those of `open_loader` have them blocked already
     # A loader that outlived its trainer would hold the trainer's sockets and lock files open.
     die_with_parent()
-    threading.Thread(target=_end_by_trainer, name="end-by-trainer", daemon=True).start()
     torch.set_num_threads(1)
     if begun is not None:
         begun.release()
-
-
-def _end_by_trainer() -> None:
-    """End this process by the SIGTERM of its trainer, with which torch ends a loader, and by nobody else's."""
-    trainer = multiprocessing.parent_process()
-    assert trainer is not None, "a loader is a child"
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer.pid:
-        pass
-    os._exit(0)
+        while signal.sigtimedwait(SIGNALS, 0) is not None:
+            pass  # a signal from before the process group of its own
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def is_loaders_death(error: Exception) -> bool:

@@ -138,23 +138,6 @@ def test_a_loader_is_let_go_while_its_processes_read() -> None:
     assert {process.exitcode for process in processes} == {0}
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_a_loader_ends_by_no_signal_but_its_trainers(context: str) -> None:
-    """systemd, and SLURM's proctrack/linuxproc, send SIGTERM to every process of a job."""
-    before = set(multiprocessing.active_children())
-    parts = [MicroBatch(0, 0, 0, np.array([index]), 1, is_last=True) for index in range(40)]
-    data = EpochDataset(TensorDataset(torch.arange(40)), seed=1)
-    config = Config(num_workers=1, prefetch_factor=1, multiprocessing_context=context)
-    batches = open_loader(data, parts, config, pytest.fail)
-    next(batches)
-    [process] = set(multiprocessing.active_children()) - before
-    for signum in ("TERM", "INT", "HUP"):
-        subprocess.run(["kill", f"-{signum}", str(process.pid)], check=True)
-    assert len(list(batches)) == 39
-    process.join()
-    assert process.exitcode == 0
-
-
 def test_a_loaders_death_is_known_by_torchs_words() -> None:
     before = set(multiprocessing.active_children())
     parts = [MicroBatch(0, 0, 0, np.array([index]), 1, is_last=True) for index in range(40)]
