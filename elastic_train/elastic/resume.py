@@ -163,8 +163,8 @@ class Resume:
 
         def loaded(clock: dict[str, Any]) -> None:
             if not had_state:  # now: the sender may die before all have the state, and this may be the only one left
-                state.clock.take_over(clock)
-                self.holding = Holding.STATE
+                self._report.interrupted = told[source]["interrupted"]
+                self._take_state(world, clock)
 
         sync_from_freshest(state, steps, check, lambda: worker.reach("send", world), others, loaded)
         if world.rank == source and others:
@@ -174,8 +174,6 @@ class Resume:
         if had_state:  # its machine may be of another kind than the source's; it was warned of that before
             state.fingerprint = fingerprint
             return None, voters
-        self._report.interrupted = told[source]["interrupted"]
-        self._leave_own_past(world)
         return Restored("peer", state.step, source), voters
 
     def _warn_of_differences(self, world: World, others: Mapping[int, Sequence[str]]) -> None:
@@ -193,9 +191,15 @@ class Resume:
         the state before: the lowest ones."""
         state, membership = self._worker.state, self._membership
         handover: Giving | Taking | None = None
+
+        def loaded(clock: dict[str, Any]) -> None:
+            self._take_state(world, clock)
+            if self._trainer.has_room_for_handover:
+                self._report.state_came_late(world)
+
         restored, num_givers = None, world.world_size - len(change.joined)
         if not self.has_state:
-            handover = taking = Taking(state, 0, lambda clock: self._take_state(world, clock))
+            handover = taking = Taking(state, 0, loaded)
             membership.arrival.report_ready(world)
             num_givers = world.world_size - taking.wait_for_position(membership.arrival.check)
             restored = Restored("peer", state.step, 0)
@@ -214,20 +218,15 @@ class Resume:
         return restored, None, num_givers
 
     def _take_state(self, world: World, clock: dict[str, Any]) -> None:
-        """Take over the clock of a state that has arrived, before the world's first step or within it."""
+        """Hold a state that has arrived, before the world's first step or within it, and compare this node's past with
+        it: snapshots may lie on another branch, the machine may differ."""
         self._worker.state.clock.take_over(clock)
         self.holding = Holding.STATE
-        self._leave_own_past(world)
-        self._files.note_run(world)
-        if self._trainer.has_room_for_handover:
-            self._report.state_came_late(world)
-
-    def _leave_own_past(self, world: World) -> None:
-        """Compare this node's past with its new state: snapshots may lie on another branch, the machine may differ."""
         if self._was_left_out:
             self._files.set_branch_aside()
         self._earlier.warn_of_parted()
         compare_with_peers(self._worker, world)
+        self._files.note_run(world)
 
     def _note_branch(self, change: Change) -> None:
         """Note in the state on which branch it is, from the first world of that branch on."""

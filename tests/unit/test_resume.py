@@ -164,8 +164,10 @@ def test_who_joins_an_ordered_run_on_a_machine_of_another_kind_warns(
 
 
 def test_a_state_that_has_come_stays_where_its_sender_dies_before_all_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be the only one that is left of all committed steps."""
+    """It may be the only one that is left of all committed steps. Its receiver is no newcomer in the next world: what a
+    newcomer does with its own past is done by then."""
     clocks: list[dict[str, Any]] = []
+    done: list[str] = []
 
     def nothing(*_arguments: Any, **_named: Any) -> None:
         pass
@@ -185,13 +187,22 @@ def test_a_state_that_has_come_stays_where_its_sender_dies_before_all_have_it(mo
         sockets=SimpleNamespace(require_unbroken=nothing),
         watcher=SimpleNamespace(do=nothing),
     )
-    files: Any = SimpleNamespace(finish_claim=nothing)
-    unused: Any = SimpleNamespace(interrupted={})
-    held = Resume(worker, membership, unused, unused, files, unused)
+    files: Any = SimpleNamespace(
+        finish_claim=nothing,
+        set_branch_aside=lambda: done.append("branch set aside"),
+        note_run=lambda _world: done.append("run noted"),
+    )
+    monkeypatch.setattr(resume, "compare_with_peers", lambda *_arguments: done.append("machines compared"))
+    earlier: Any = SimpleNamespace(warn_of_parted=lambda: done.append("snapshots compared"))
+    report: Any = SimpleNamespace(interrupted={})
+    trainer: Any = SimpleNamespace(has_room_for_handover=True)
+    back: Any = SimpleNamespace(has_trained=True)
+    held = Resume(worker, membership, trainer, earlier, files, report, back)
     with pytest.raises(FormationFailed):
         held._synchronise(World(1, 1, tuple(make_member(rank) for rank in range(3))))
     assert held.has_state
     assert clocks == [{"totals": {}}]
+    assert done == ["branch set aside", "snapshots compared", "machines compared", "run noted"]
 
 
 def test_who_has_other_weights_right_after_it_has_taken_over_the_others_leaves() -> None:
