@@ -75,7 +75,7 @@ def identify_state(state: TrainState) -> dict[str, str]:
         [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in sorted(tensors, key=itemgetter(0))]
     )
     numbers = sum(tensor.numel() for _, tensor in tensors)
-    modules = sorted(state.kept.modules.items())
+    modules = sorted(state.kept.modules.items(), reverse=True)  # the model last: it names what an extra has as well
     names = {id(one): f"{place} {name}" for place, module in modules for name, one in module.named_parameters()}
     found = {"the optimizer": state.optimizer, **{f"extras[{name!r}]": one for name, one in state.extras.items()}}
     trained: dict[str, str] = {}

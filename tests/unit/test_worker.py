@@ -234,6 +234,10 @@ def test_members_agree_on_which_parameters_each_optimizer_trains_in_which_order(
     assert usual != found([first, rest[1], rest[0], second], judge_of(critic.weight, critic.bias))
     assert usual != found([first, second, *rest], judge_of(critic.bias, critic.weight))
 
+    layers = nn.ModuleList([model[1], critic])  # a module among the extras may hold layers of the model
+    found_more = of_snapshot(state_of(model, critic=critic, judge=judge_of(critic.weight, critic.bias), layers=layers))
+    assert usual == found_more, "extras may come and go"
+
     one, two = state_of(model), state_of(model, [{"params": [first, second]}, {"params": rest}])
     assert identify_state(one) != identify_state(two), "a newcomer gets the groups of the others as well"
     assert of_snapshot(one) == of_snapshot(two), "a new start may set other rates for some"
