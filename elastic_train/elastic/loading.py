@@ -32,7 +32,7 @@ def load(state: TrainState, loaded: Mapping[str, Any], source: str, *, is_peers:
         extras = loaded.get("extras", {})
         own = {name: state.kept.updates.state_of(state.extras[name]) for name in extras.keys() & state.extras.keys()}
         places = {id(tensor): mine.device for tensor, mine in pairs(extras, own)}
-        extras = rebuilt(extras, lambda tensor: tensor.to(places.get(id(tensor), tensor.device)), "extras")
+        extras = rebuilt(extras, once(lambda tensor: tensor.to(places.get(id(tensor), tensor.device))), "extras")
         # The model copies its tensors, and the optimizer moves those that belong to a parameter.
         groups = rebuilt(loaded["optimizer"]["param_groups"], once(lambda tensor: tensor.to(device)), "param_groups")
         optimizer = {**loaded["optimizer"], "param_groups": groups}

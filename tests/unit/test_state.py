@@ -200,6 +200,25 @@ class TestRoundTrip:
         with pytest.raises(SnapshotError, match=r"does not fit .* the optimizer trains 2 parameters, and trained 4"):
             load(state(2), before.state_dict(), "a snapshot")
 
+    def test_groups_of_an_optimizer_among_the_extras_share_one_rate_after_a_load_on_another_device(self) -> None:
+        """What a scheduler writes into one group, the next one reads."""
+
+        def state() -> TrainState:
+            model, critic = nn.Linear(2, 2), nn.Linear(2, 2)
+            groups = [{"params": [one]} for one in critic.parameters()]
+            extras = {"critic": critic, "judge": torch.optim.Adam(groups, lr=torch.tensor(0.1))}
+            optimizer = torch.optim.SGD(model.parameters())
+            return TrainState(model, optimizer, length=8, global_batch_size=4, epochs=2, extras=extras)
+
+        before, now = deserialize_state(serialize_state(state().state_dict())), state()
+        judge: Any = now.extras["judge"]
+        first, second = judge.param_groups
+        first["lr"] = second["lr"] = first["lr"].to("meta")
+        load(now, before, "a snapshot")
+        first, second = judge.param_groups
+        assert first["lr"].is_meta
+        assert first["lr"] is second["lr"]
+
     def test_the_incidents_of_a_long_run_are_copied_at_no_cost(self) -> None:
         """One text, which grows with each incident: nothing is made anew, in whatever number of snapshots."""
         state, other = make_state(), make_state()
