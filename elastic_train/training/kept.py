@@ -254,7 +254,7 @@ class KeptUpdates:
         for part, state in zip(self._parts, states, strict=True):
             self._buffers.put_into(part, state)
         with torch.no_grad():
-            self._last = _copy([self._parameters, states], self._last)
+            self._last = _copy([self._parameters, states], self._last, {})
         self.are_kept = True
 
     def put_back(self) -> bool:
@@ -346,22 +346,30 @@ def scalers_in(parts: Iterable[Any]) -> list[torch.amp.GradScaler]:
     return list({id(one): one for one in found}.values())
 
 
-def _copy(value: Any, last: Any) -> Any:
-    """Return a copy of tensors and plain values. Reuse the memory of `last` where that has the same form."""
+def _copy(value: Any, last: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """Return a copy of tensors and plain values; a tensor in two places, as the rate of an optimizer's groups, is one
+    there, too. Reuse the memory of `last` where that has the same form.
+
+    Args:
+        copies: those made so far, by the id of each and of its tensor.
+    """
     if isinstance(value, torch.Tensor):
-        if (
-            isinstance(last, torch.Tensor)
-            and value.layout is torch.strided
-            and (last.shape, last.dtype, last.device) == (value.shape, value.dtype, value.device)
-        ):
-            return last.copy_(value)
-        return value.detach().clone()
+        if id(value) not in copies:
+            is_free = (
+                isinstance(last, torch.Tensor)
+                and id(last) not in copies
+                and value.layout is torch.strided
+                and (last.shape, last.dtype, last.device) == (value.shape, value.dtype, value.device)
+            )
+            copy = last.copy_(value) if is_free else value.detach().clone()
+            copies[id(value)] = copies[id(copy)] = copy
+        return copies[id(value)]
     if isinstance(value, Mapping):
         earlier = last if isinstance(last, Mapping) else {}
-        return {key: _copy(entry, earlier.get(key)) for key, entry in value.items()}
+        return {key: _copy(entry, earlier.get(key), copies) for key, entry in value.items()}
     if type(value) in (list, tuple):
         others = last if isinstance(last, list | tuple) and len(last) == len(value) else [None] * len(value)
-        return type(value)(_copy(entry, other) for entry, other in zip(value, others, strict=True))
+        return type(value)(_copy(entry, other, copies) for entry, other in zip(value, others, strict=True))
     return deepcopy(value)
 
 
@@ -375,7 +383,7 @@ def _remember(found: Iterable[tuple[Buffers, Remembered]]) -> None:
                 copies.append(copy)
                 sources.append(buffer)
             else:  # a forward pass may replace the buffer, perhaps with another size
-                kept[name] = (buffer, _copy(buffer, copy))
+                kept[name] = (buffer, _copy(buffer, copy, {}))
     for (_, _, layout), (copies, sources) in again.items():
         if layout is torch.strided:
             torch._foreach_copy_(copies, sources)  # on a GPU separate copies can cost more than a layer

@@ -219,6 +219,36 @@ class TestRoundTrip:
         assert first["lr"].is_meta
         assert first["lr"] is second["lr"]
 
+    def test_groups_of_an_optimizer_share_one_rate_after_a_rollback_as_well(self) -> None:
+        """Else survivors that took the step back and those that did not go on with other rates."""
+        model, critic = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def of(module: nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.SGD([{"params": [one]} for one in module.parameters()], lr=torch.tensor(0.1))
+
+        one, judge = of(model), of(critic)
+        extras: dict[str, Any] = {"critic": critic, "judge": judge}
+        state = TrainState(model, one, length=8, global_batch_size=4, epochs=2, extras=extras)
+
+        def take_back() -> list[Any]:
+            for module in (model, critic):
+                module(torch.ones(3, 2)).sum().backward()
+            for optimizer in (one, judge):
+                optimizer.step()
+            assert state.rollback()
+            assert state.is_whole
+            return [group["lr"] for optimizer in (one, judge) for group in optimizer.param_groups]
+
+        state.remember()
+        rates = take_back()
+        assert rates[0] is rates[1]
+        assert rates[2] is rates[3]
+        assert rates[0] is not rates[2]
+        state.remember()
+        one.param_groups[1]["lr"] = torch.tensor(0.3)
+        state.remember()  # the memory of the shared rate is free for one of the two alone
+        assert [round(float(rate), 3) for rate in take_back()] == [0.1, 0.3, 0.1, 0.1]
+
     def test_the_incidents_of_a_long_run_are_copied_at_no_cost(self) -> None:
         """One text, which grows with each incident: nothing is made anew, in whatever number of snapshots."""
         state, other = make_state(), make_state()
