@@ -59,17 +59,26 @@ class KeptStep:
         with torch.no_grad():  # GradScaler's public methods would wait for the GPU
             _remember([({name: held[name] for name in _SCALES}, kept) for held, kept in self._scales])
             self._groups = [(group, {}) for one in self.updates.optimizers for group in one.param_groups]
-            _remember(
-                [({name: group[name] for name in group if name != "params"}, kept) for group, kept in self._groups]
-            )
+            _remember([({it: group[it] for it in group if it != "params"}, kept) for group, kept in self._groups])
         self.updates.keep()
 
     def put_back(self) -> bool:
         """Restore all to the start of the open step. Returns whether weights and optimizers are restored, too."""
         self.buffers.put_back()  # first: a load below expects the extras' buffers in their old shapes
-        for held, kept in (*self._scales, *self._groups):
+        are_updates_back = self.updates.put_back()
+        for held, kept in (*self._scales, *self._groups):  # last: a closure's copy is made in the step
             _put_back(held, kept)
-        return self.updates.put_back()
+        return are_updates_back
+
+    def put_into(self, part: Any, saved: dict[str, Any]) -> None:
+        """As `KeptBuffers.put_into`, also into an optimizer's."""
+        self.buffers.put_into(part, saved)
+        if not isinstance(part, torch.optim.Optimizer):
+            return
+        kept_of = {id(group): kept for group, kept in self._groups}
+        copies = {id(value): copy for kept in kept_of.values() for value, copy in kept.values()}  # groups share one
+        for group, old in zip(part.param_groups, saved.get("param_groups", ()), strict=False):
+            old |= {name: copies[id(it)] for name, (it, _) in kept_of.get(id(group), {}).items() if name in old}
 
 
 class KeptBuffers:
@@ -103,8 +112,7 @@ class KeptBuffers:
                 _put_back(buffers, kept)
 
     def put_into(self, module: Any, module_state: dict[str, Any]) -> None:
-        """Put the copies into a module's state dict, so that it does not show the changes of the open step. No-op for a
-        module without copies here."""
+        """Put the copies into a module's state dict, to hide the open step's changes; no-op without copies here."""
         if not isinstance(module, nn.Module):
             return
         found = {id(buffers): kept for buffers, kept in self._kept}

@@ -205,14 +205,15 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """Return what `torch.load(weights_only=True)` can read; nothing of an open step, until the optimizer's."""
         state_of = self.kept.updates.state_of
-        model, extras = self.model.state_dict(), {name: state_of(extra) for name, extra in self.extras.items()}
+        model, optimizer = self.model.state_dict(), state_of(self.optimizer)
+        extras = {name: state_of(extra) for name, extra in self.extras.items()}
         if self.is_step_open:
-            self.kept.buffers.put_into(self.model, model)
-            for name, extra in self.extras.items():
-                self.kept.buffers.put_into(extra, extras[name])
+            parts = (self.model, self.optimizer, *self.extras.values())
+            for part, saved in zip(parts, (model, optimizer, *extras.values()), strict=True):
+                self.kept.put_into(part, saved)
         return {
             "model": model,
-            "optimizer": state_of(self.optimizer),
+            "optimizer": optimizer,
             "schedule": {
                 "name": self._schedule if isinstance(self._schedule, str) else None,
                 "base_lrs": self._base_lrs,
