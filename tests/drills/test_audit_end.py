@@ -87,6 +87,11 @@ def test_two_nodes_that_ended_with_other_weights(run_dir: Path) -> None:
     assert found.endswith(f"(step-{LAST_STEP:012d}-gen-0001-b)")
 
 
+def test_a_file_of_the_user_s_own_is_no_result_of_a_node(run_dir: Path) -> None:
+    (run_dir / "eval-result.json").write_text(json.dumps({"step": LAST_STEP, "accuracy": 0.5}))
+    assert audit(run_dir).reasons == []
+
+
 @pytest.mark.parametrize(("step", "says"), [(LAST_STEP, 1), (3, 0)], ids=["of the same step", "of an earlier end"])
 def test_a_node_whose_result_has_other_weights(
     run_dir: Path, tmp_path: Path, step: int, says: int, capsys: pytest.CaptureFixture[str]

@@ -78,7 +78,7 @@ def read_status_of(run_dirs: Sequence[Path], now: float) -> Status:
 
 def other_results(history: History) -> list[Line]:
     """The further result.json files of the nodes, of the same step: each node writes the same."""
-    names = (name for name in history.names if name.endswith(f"-{RESULT_FILE}"))
+    names = (name for name in history.names if name.removesuffix(f"-{RESULT_FILE}").isdigit())  # by `_show`
     found = [read_json(history.run_dir / name) or {} for name in names]
     return [one for one in found if one.get("step") == dict(history.result or {}).get("step")]
 
