@@ -48,7 +48,7 @@ class LoopHints:
         """Note that the function has asked for a batch."""
         state, rates, self._rates = self._worker.state, self._rates, None
         self._begun_epoch = state.epoch
-        pairs = zip(rates or (), state.learning_rates, strict=False)
+        pairs = zip(rates, state.learning_rates, strict=False) if rates else ()  # to read a rate may wait for a GPU
         for before, now in [pair for pair in pairs if len({*pair}) > 1][:1]:
             self._worker.reporter.warn(
                 f"the function has changed the learning rate from {before} to {now} before its first batch, within "
