@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from elastic_train.errors import UsageError
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.optimizers import parameters_beside, parameters_of, parts_of, sizes_of
+from elastic_train.training.optimizers import parameters_beside, parameters_of, parts_of, scalers_in, sizes_of
 from elastic_train.training.ordered_buffers import SavedShapes, made_with_nan, make_writable
 from elastic_train.training.tasks import tensors_in
 
@@ -347,13 +347,6 @@ def _as_given(loaded: Any, given: Any) -> Any:
     return loaded
 
 
-def scalers_in(parts: Iterable[Any]) -> list[torch.amp.GradScaler]:
-    """Return the enabled GradScalers among parts of a state, or held by a part, as by timm's NativeScaler."""
-    held = (one for part in parts for one in (part, *getattr(part, "__dict__", {}).values()))
-    found = (one for one in held if isinstance(one, torch.amp.GradScaler) and one.is_enabled())
-    return list({id(one): one for one in found}.values())
-
-
 def _copy(value: Any, last: Any, copies: dict[int, torch.Tensor]) -> Any:
     """Return a copy of tensors and plain values; a tensor in two places, as the rate of an optimizer's groups, is one
     there, too. Reuse the memory of `last` where that has the same form.
@@ -378,7 +371,7 @@ def _copy(value: Any, last: Any, copies: dict[int, torch.Tensor]) -> Any:
     if type(value) in (list, tuple):
         others = last if isinstance(last, list | tuple) and len(last) == len(value) else [None] * len(value)
         return type(value)(_copy(entry, other, copies) for entry, other in zip(value, others, strict=True))
-    return deepcopy(value)
+    return value if isinstance(value, bool | int | float | None) else deepcopy(value)  # which takes long
 
 
 def _remember(found: Iterable[tuple[Buffers, Remembered]]) -> None:

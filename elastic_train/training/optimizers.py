@@ -72,6 +72,13 @@ def sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:
     return [len(group["params"]) for group in optimizer.param_groups]
 
 
+def scalers_in(parts: Iterable[Any]) -> list[torch.amp.GradScaler]:
+    """Return the enabled GradScalers among parts of a state, or held by a part, as by timm's NativeScaler."""
+    held = (one for part in parts for one in (part, *getattr(part, "__dict__", {}).values()))
+    found = (one for one in held if isinstance(one, torch.amp.GradScaler) and one.is_enabled())
+    return list({id(one): one for one in found}.values())
+
+
 def rate_of(group: Mapping[str, Any]) -> float | None:
     """Return a parameter group's learning rate; None if its optimizer finds the rate itself (Adafactor)."""
     rate = group.get("lr")
