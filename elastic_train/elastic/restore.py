@@ -289,15 +289,15 @@ def require_same_task(offer: SnapshotInfo, task: Mapping[str, Any]) -> None:
     if found is not None:
         name, theirs, ours = found
         raise TaskMismatch(
-            f"snapshot {offer.path} is of a run with {name} {theirs!r}, the flags say {ours!r}: give the same, another "
-            "--run-dir, or --fresh to start anew"
+            f"snapshot {offer.path} is of a run with {name} {theirs!r}, this start has {ours!r}: give the same, "
+            "another --run-dir, or --fresh to start anew (elastic-train snapshot export keeps the weights)"
         )
 
 
 def _that_must_agree(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Return `one` without names of the data, and without the entries of optimizers that `other` lacks."""
-    known = {name: value for name, value in one.items() if name in other or not name.startswith(ORDER_OF)}
-    return {name: value for name, value in known.items() if name != NAMES}
+    may_lack = {name for name in one if name == NAMES or (name.startswith(ORDER_OF) and name not in other)}
+    return {name: value for name, value in one.items() if name not in may_lack}
 
 
 def _compare_names(state: TrainState, theirs: object, ours: object, source: str, warn: Warn) -> None:
