@@ -50,35 +50,20 @@ class KeptStep:
         # A scaler changes its scale by the gradients, and after a failed reduction these differ between ranks.
         self.scalers = scalers_in((scaler, optimizer, *extras))
         self._scales: list[tuple[dict[str, Any], Remembered]] = [(vars(one), {}) for one in self.scalers]
-        self._groups: list[tuple[dict[str, Any], Remembered]] = []
-        """of all optimizers: a loop may set a rate before the optimizer's step, perhaps by the one in force"""
 
     def keep(self) -> None:
         """Copy all at the start of a step."""
         self.buffers.keep()
         with torch.no_grad():  # GradScaler's public methods would wait for the GPU
             _remember([({name: held[name] for name in _SCALES}, kept) for held, kept in self._scales])
-            self._groups = [(group, {}) for one in self.updates.optimizers for group in one.param_groups]
-            _remember([({it: group[it] for it in group if it != "params"}, kept) for group, kept in self._groups])
         self.updates.keep()
 
     def put_back(self) -> bool:
         """Restore all to the start of the open step. Returns whether weights and optimizers are restored, too."""
         self.buffers.put_back()  # first: a load below expects the extras' buffers in their old shapes
-        are_updates_back = self.updates.put_back()
-        for held, kept in (*self._scales, *self._groups):  # last: a closure's copy is made in the step
+        for held, kept in self._scales:
             _put_back(held, kept)
-        return are_updates_back
-
-    def put_into(self, part: Any, saved: dict[str, Any]) -> None:
-        """As `KeptBuffers.put_into`, also into an optimizer's."""
-        self.buffers.put_into(part, saved)
-        if not isinstance(part, torch.optim.Optimizer):
-            return
-        kept_of = {id(group): kept for group, kept in self._groups}
-        copies = {id(value): copy for kept in kept_of.values() for value, copy in kept.values()}  # groups share one
-        for group, old in zip(part.param_groups, saved.get("param_groups", ()), strict=False):
-            old |= {name: copies[id(it)] for name, (it, _) in kept_of.get(id(group), {}).items() if name in old}
+        return self.updates.put_back()
 
 
 class KeptBuffers:
@@ -112,7 +97,8 @@ class KeptBuffers:
                 _put_back(buffers, kept)
 
     def put_into(self, module: Any, module_state: dict[str, Any]) -> None:
-        """Put the copies into a module's state dict, to hide the open step's changes; no-op without copies here."""
+        """Put the copies into a module's state dict, so that it does not show the changes of the open step. No-op for a
+        module without copies here."""
         if not isinstance(module, nn.Module):
             return
         found = {id(buffers): kept for buffers, kept in self._kept}
@@ -379,7 +365,7 @@ def _remember(found: Iterable[tuple[Buffers, Remembered]]) -> None:
     for buffers, kept in found:
         for name, buffer in buffers.items():
             last, copy = kept.get(name, (None, None))
-            if isinstance(buffer, torch.Tensor) and buffer is last and copy is not None:
+            if buffer is not None and buffer is last and copy is not None:
                 copies, sources = again.setdefault((buffer.device, buffer.dtype, buffer.layout), ([], []))
                 copies.append(copy)
                 sources.append(buffer)
@@ -395,6 +381,6 @@ def _remember(found: Iterable[tuple[Buffers, Remembered]]) -> None:
 
 def _put_back(buffers: Buffers, kept: Remembered) -> None:
     for name, (buffer, copy) in kept.items():
-        if isinstance(buffer, torch.Tensor) and copy is not None:
+        if buffer is not None and copy is not None:
             buffer.copy_(copy)
         buffers[name] = buffer

@@ -205,15 +205,14 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """Return what `torch.load(weights_only=True)` can read; nothing of an open step, until the optimizer's."""
         state_of = self.kept.updates.state_of
-        model, optimizer = self.model.state_dict(), state_of(self.optimizer)
-        extras = {name: state_of(extra) for name, extra in self.extras.items()}
+        model, extras = self.model.state_dict(), {name: state_of(extra) for name, extra in self.extras.items()}
         if self.is_step_open:
-            parts = (self.model, self.optimizer, *self.extras.values())
-            for part, saved in zip(parts, (model, optimizer, *extras.values()), strict=True):
-                self.kept.put_into(part, saved)
+            self.kept.buffers.put_into(self.model, model)
+            for name, extra in self.extras.items():
+                self.kept.buffers.put_into(extra, extras[name])
         return {
             "model": model,
-            "optimizer": optimizer,
+            "optimizer": state_of(self.optimizer),
             "schedule": {
                 "name": self._schedule if isinstance(self._schedule, str) else None,
                 "base_lrs": self._base_lrs,

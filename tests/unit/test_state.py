@@ -1196,42 +1196,6 @@ def test_a_group_that_a_loop_has_made_larger_is_refused_as_a_new_one_is() -> Non
     assert state.is_whole
 
 
-@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["a number", "a tensor"])
-def test_a_rate_that_a_loop_halves_within_a_step_is_halved_once_though_the_step_is_redone(rate: Any) -> None:
-    """As at a milestone, before the optimizer's step: `group["lr"] *= 0.5`."""
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.Adam([{"params": [one], "lr": rate} for one in model.parameters()])
-    state = TrainState(model, optimizer, length=10, global_batch_size=5, epochs=3)
-    for _ in range(3):
-        state.remember()
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5
-        first, second = [group["lr"] for group in state.state_dict()["optimizer"]["param_groups"]]
-        assert float(first) == float(second) == 0.5, "what a late stop saves is redone by the next start"
-        assert first is second
-        assert state.rollback()
-        assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.5]
-        assert state.is_whole
-
-
-def test_a_rate_that_is_halved_before_the_first_closure_is_halved_once_though_the_step_is_redone() -> None:
-    """The copy for the closure is made when it begins."""
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5)
-    state = TrainState(model, optimizer, length=10, global_batch_size=5, epochs=3)
-    state.remember()
-    optimizer.param_groups[0]["lr"] *= 0.5
-    with pytest.raises(RuntimeError, match="a peer was lost"):
-        optimizer.step(lose_a_peer)
-    assert state.rollback()
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert state.is_whole
-
-
-def lose_a_peer() -> float:
-    raise RuntimeError("a peer was lost")
-
-
 class Sam(torch.optim.Optimizer):
     """Sharpness-aware minimisation, as it is commonly written: its base has a state of its own."""
 
