@@ -161,6 +161,7 @@ def test_a_function_that_returns_early_is_no_fault() -> None:
 
     def train(training: Any) -> None:
         for _ in training.batches():
+            training.state.model(torch.ones(1, 1)).sum().backward()
             training.optimizer.step()
             training.commit(0.0)
             return
@@ -543,6 +544,7 @@ def test_what_follows_an_epoch_is_done_where_a_peer_is_lost_in_its_last_commit()
     def train(training: Any) -> None:
         for epoch in training.epochs():
             for _ in training.batches():
+                training.state.model(torch.ones(1, 1)).sum().backward()
                 training.optimizer.step()
                 if training.state.step == 1:
                     with suppress(RuntimeError):  # as the sums of a commit
