@@ -162,7 +162,7 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         step = snapshot.step
     batch, num_epochs = int_of(config, "global_batch_size"), int_of(config, "epochs")
     length = _length(start, snapshot, step_lines)
-    last_step = _last_step(length, batch, num_epochs, int_of(config, "max_steps"))
+    last_step = planned_steps(length, batch, num_epochs, int_of(config, "max_steps"))
     epoch, samples_done = _position(step, step_lines, length, batch)
     result = read_json(run_dir / "result.json")
     current_result = result if result is not None and (step is None or int_of(result, "step") == step) else None
@@ -181,7 +181,7 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         step=step,
         last_step=last_step,
         epoch=epoch,
-        num_epochs=num_epochs if last_step == _last_step(length, batch, num_epochs, None) else None,
+        num_epochs=num_epochs if last_step == planned_steps(length, batch, num_epochs, None) else None,
         samples_done=samples_done,
         length=length,
         loss=float_of(step_lines[-1], "loss") if step_lines else None,
@@ -342,11 +342,11 @@ def _position(
     return epoch, min(length, (steps_done + 1) * batch)
 
 
-def _last_step(length: int | None, batch: int | None, num_epochs: int | None, max_steps: int | None) -> int | None:
+def planned_steps(length: int | None, batch: int | None, num_epochs: int | None, max_steps: int | None) -> int | None:
+    """Return the last step that a run's flags ask for; None if that is unknown."""
     if not length or not batch or not num_epochs:
         return max_steps
-    steps = num_epochs * -(-length // batch)
-    return steps if max_steps is None else min(steps, max_steps)
+    return min(filter(None, (max_steps, num_epochs * -(-length // batch))))
 
 
 def _rate(step_lines: list[Line], length: int | None, batch: int | None) -> float | None:

@@ -225,7 +225,7 @@ class EtcdFinder(Finder):
 
     def _enter(self, etcd: Etcd, job: JobEntry) -> NodeLease:
         note_worker(job.store(etcd), job, self._uid, self._address)
-        own = NodeLease(job.store(self._etcd), job, self._uid, json.dumps(self._address), self._seconds)
+        own = NodeLease(self._etcd, job, self._uid, json.dumps(self._address), self._seconds)
         own.keep()
         return own
 

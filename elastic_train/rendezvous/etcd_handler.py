@@ -188,7 +188,7 @@ class AgentsHandler(RendezvousHandler):
         self._keeper.start()
 
     def _enter(self, etcd: Etcd, job: JobEntry) -> NodeLease:
-        own = NodeLease(job.store(etcd), job, self._node, self._address, self._lease_seconds)
+        own = NodeLease(etcd, job, self._node, self._address, self._lease_seconds)
         own.keep()
         return own
 

@@ -157,15 +157,15 @@ class NodeLease:
     alive, too. For any thread: under a lock one at a time keeps the lease.
 
     Args:
-        store: of the job's keys.
+        etcd: by which `store`, that of the job's keys, is asked.
         seconds: after which the node's lease runs out without `keep`.
 
     Raises, from `keep` and `put`:
         StoreUnreachable, StoreRefused, LeftOut: as every call of `store`; LeftOut if the job's lease is gone.
     """
 
-    def __init__(self, store: EtcdStore, job: JobEntry, node: str, address: str, seconds: float) -> None:
-        self.store, self.job = store, job
+    def __init__(self, etcd: Etcd, job: JobEntry, node: str, address: str, seconds: float) -> None:
+        self.store, self.job = job.store(etcd), job
         self.key, self._address = f"{job.prefix}/nodes/{node}", address
         self._seconds = seconds
         self.seconds_between = min(seconds / 4, job.lease_seconds / 4, MOST_BETWEEN)

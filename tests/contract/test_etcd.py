@@ -335,7 +335,7 @@ def test_an_entry_that_the_last_one_takes_away_meanwhile_is_not_opened(trio: Own
     real, asked = etcd.refresh, list[int]()
 
     def write_first(job: JobEntry) -> JobEntry:
-        EtcdStore(etcd, lease=job.lease, guard=job.guard).put(f"{job.prefix}/key", "value")
+        job.store(etcd).put(f"{job.prefix}/key", "value")
         return job
 
     def take_away(lease: int) -> bool:
@@ -476,7 +476,7 @@ def test_an_agent_that_is_told_to_stop_leaves_nothing_behind(trio: OwnEtcd, etcd
 
 def test_who_wakes_up_in_an_entry_that_is_gone_writes_nothing(trio: OwnEtcd, etcd: Etcd) -> None:
     first = open_job(etcd, trio.settings(), "again", lambda job: job)
-    store = EtcdStore(etcd, lease=first.lease, guard=first.guard)
+    store = first.store(etcd)
     delete_job(etcd, first)
     second = open_job(etcd, trio.settings(), "again", lambda job: job)
     assert second.prefix != first.prefix

@@ -54,7 +54,7 @@ def test_mutual_tls_with_a_user_and_a_prefix(secure: tuple[OwnEtcd, Path]) -> No
     settings = secure_settings(cluster, password)
     etcd = connect(settings)
     job = open_job(etcd, settings, "run", lambda job: job)
-    store = EtcdStore(etcd, lease=job.lease, guard=job.guard)
+    store = job.store(etcd)
     store.put(f"{job.prefix}/key", "value")
     assert store.get(f"{job.prefix}/key") == "value"
     delete_job(etcd, job)

@@ -18,7 +18,6 @@ from elastic_train.rendezvous.etcd_connections import Connections, Entry
 from elastic_train.rendezvous.etcd_finder import EtcdFinder
 from elastic_train.rendezvous.etcd_job import JobEntry, NodeLease
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
-from elastic_train.rendezvous.etcd_store import EtcdStore
 from elastic_train.world import Address
 from tests.simulation.etcd import EtcdServer, Failed
 
@@ -28,9 +27,9 @@ from tests.simulation.etcd import EtcdServer, Failed
 )
 def test_each_looks_at_the_entry_in_time_to_find_another_one(seconds: float, entry: float, between: float) -> None:
     """However long etcd may be away."""
-    store: Any = SimpleNamespace()
+    etcd: Any = SimpleNamespace()
     job = JobEntry("prefix", lease=1, lease_seconds=entry, guard=Entry("key", b"", 1, 1, 1, 0))
-    assert NodeLease(store, job, "node", "address", seconds).seconds_between == between
+    assert NodeLease(etcd, job, "node", "address", seconds).seconds_between == between
     assert etcd_job.MOST_BETWEEN < MOVED_SECONDS / 2
 
 
@@ -139,7 +138,7 @@ def test_the_last_worker_removes_the_entry_however_many_were_killed(num_dead: in
     near = Near()
     etcd = Etcd(near, deadline=2.0)
     job = etcd_job.open_job(etcd, near.settings, "run", lambda job: job, 86400.0)
-    store = EtcdStore(etcd, lease=job.lease, guard=job.guard)
+    store = job.store(etcd)
     for number in range(num_dead):
         etcd_job.note_worker(store, job, f"w{number:03}", ("h", number))
     etcd_job.note_worker(store, job, "x", ("h", 1000))
@@ -160,7 +159,7 @@ def test_who_leaves_many_that_live_looks_at_some_of_them() -> None:
     near = Near()
     etcd = Etcd(near, deadline=2.0)
     job = etcd_job.open_job(etcd, near.settings, "run", lambda job: job, 86400.0)
-    store = EtcdStore(etcd, lease=job.lease, guard=job.guard)
+    store = job.store(etcd)
     for number in range(100):
         etcd_job.note_worker(store, job, f"w{number:03}", ("h", number))
     looked_at: list[int] = []
@@ -179,7 +178,7 @@ def test_a_lease_that_runs_out_within_a_turn_of_its_keeper_is_granted_again() ->
     near = Near()
     etcd = Etcd(near, deadline=2.0)
     job = etcd_job.open_job(etcd, near.settings, "run", lambda job: job)
-    own = NodeLease(EtcdStore(etcd, lease=job.lease, guard=job.guard), job, "node", "address", 10.0)
+    own = NodeLease(etcd, job, "node", "address", 10.0)
     own.keep()
     before, transact = own.lease, near.kvstub.Txn
 

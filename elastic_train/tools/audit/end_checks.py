@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from elastic_train.errors import SnapshotError
-from elastic_train.observe.status import RunState
+from elastic_train.observe.status import RunState, planned_steps
 from elastic_train.observe.status_files import HEARD_SECONDS
 from elastic_train.runlog.events import FINISHED
-from elastic_train.runlog.reader import Line
+from elastic_train.runlog.reader import Line, int_of
 from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
 from elastic_train.tools.audit.history import History
 from elastic_train.tools.audit.lives import Clock
@@ -69,11 +69,8 @@ def _too_early(history: History) -> Iterable[str]:
     config = history.config
     if "task" not in config:
         return
-    planned = [config.get("max_steps")]
-    if history.length and history.batch:
-        planned.append(int(config.get("epochs") or 0) * -(-history.length // history.batch))
-    last = min(filter(None, planned), default=0)
-    if history.last_step < last:
+    last = planned_steps(history.length, history.batch, int_of(config, "epochs"), int_of(config, "max_steps"))
+    if last is not None and history.last_step < last:
         yield f"finished at step {history.last_step}, and the flags ask for {last} steps"
 
 

@@ -17,6 +17,7 @@ from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
 from elastic_train.tools.audit.history import MOST_LATE, History, PastWorld
 from elastic_train.tools.audit.lives import Clock, LedgerLine
 from elastic_train.tools.audit.unwritten import NOT_WRITTEN
+from elastic_train.training.sampler import steps_per_epoch
 from elastic_train.wording import count
 
 DRILL_TOLERANCE = 0.1
@@ -54,7 +55,7 @@ def check_ledger(history: History) -> Found:
     by_step: dict[int, list[LedgerLine]] = defaultdict(list)
     for line in history.ledger:
         by_step[line.step].append(line)
-    per_epoch = -(-length // batch)
+    per_epoch = steps_per_epoch(length, batch)
     findings = history.unwritten.unexplained([line for line in history.torn if line.startswith("ledger/")])
     used, num_epochs, of_epochs = _EpochUse(-1, 0), 0, list[str]()
     unasked = {step.step for step in history.kept if step.generation in history.without_ledger}
@@ -236,7 +237,7 @@ def _of_other_epochs(history: History) -> Iterator[str]:
     if not history.length or not history.batch:
         return
     for step in history.kept:
-        epoch = (step.step - 1) // -(-history.length // history.batch)
+        epoch = (step.step - 1) // steps_per_epoch(history.length, history.batch)
         if step.epoch != epoch:
             yield f"step {step.step} belongs to epoch {epoch}, its line says {step.epoch}"
 

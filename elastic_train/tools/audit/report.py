@@ -23,6 +23,7 @@ from elastic_train.tools.audit.audit import Audit
 from elastic_train.tools.audit.history import History, PastWorld
 from elastic_train.tools.audit.lost_time import Outage, cause_of, lost_time, outages_of, span_of
 from elastic_train.tools.audit.trace_bill import bill_of_run
+from elastic_train.training.sampler import steps_per_epoch
 from elastic_train.wording import count
 
 FILE = "report.html"
@@ -234,7 +235,7 @@ def _rate(history: History, zero: float) -> Curve | None:
 
 def _samples_of(step: int, length: int | None, batch: int) -> int:
     """The samples of a step; the last step of an epoch is smaller."""
-    return batch if length is None else min(batch, length - (step - 1) % -(-length // batch) * batch)
+    return batch if length is None else min(batch, length - (step - 1) % steps_per_epoch(length, batch) * batch)
 
 
 def _recoveries(history: History) -> list[tuple[list[tuple[PastWorld, Mapping[str, float]]], list[str], float]]:
