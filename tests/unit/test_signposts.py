@@ -583,18 +583,30 @@ def mute(port: int) -> Iterator[None]:
         yield
 
 
-def test_a_mute_endpoint_delays_no_call_at_the_first_one(make: Make, port: int) -> None:
+@pytest.mark.usefixtures("_impatient")
+def test_a_mute_endpoint_delays_no_call_at_the_first_one(
+    make: Make, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A host that comes back there waits for UNCALLED_SECONDS, and may not know of anybody else."""
-    further = free_port()
+    assert 2 * signposts.KEEP_SECONDS + 2 * signposts.AGAIN_SECONDS < UNCALLED_SECONDS
+    monkeypatch.setattr(signposts, "KEEP_SECONDS", 0.01)
+    asked: list[int] = []
+    real, further = signposts.reach, free_port()
+
+    def reach_and_note(address: Address) -> TorchStore:
+        asked.append(address[1])
+        return real(address)
+
+    monkeypatch.setattr(signposts, "reach", reach_and_note)
     with mute(further):
         member = make(port, further, is_host=False)
         member.show([A], "job")
-        until(lambda: 1 in member._silent)
-        for _ in range(4):
-            first = make(port)
-            assert first.is_beginner()
-            assert until(lambda: first.called_by() == (A,)) < UNCALLED_SECONDS - 2 * signposts.KEEP_SECONDS  # noqa: B023
-            first.close()
+        until(lambda: asked.count(further) > 3)
+        second, third = [number for number, one in enumerate(asked) if one == further][1:3]
+        assert asked[second:third].count(port) >= signposts.RARELY
+        first = make(port)
+        assert first.is_beginner()
+        until(lambda: first.called_by() == (A,))
 
 
 def test_a_call_that_comes_while_another_endpoint_is_looked_at_is_heard(
