@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, and listing snapshots does n
     import torch
 
 _PLAIN_TYPES = frozenset([type(None), bool, int, float, complex, str, bytes])
+_EMPTY_BYTES = (lambda: b"", "builtins.bytes")
+"""Pickle writes b"" as a call of `bytes`. No arguments: in a crafted file they could make any number of bytes."""
 
 NUMBERS_AT_ONCE = 2**24
 """Numbers in one piece of the search for NaN, which takes as many bytes of memory."""
@@ -80,6 +82,7 @@ def read_state(file: IO[bytes], map_location: str | torch.device | None, source:
     if any(one.compress_type != zipfile.ZIP_STORED for one in entries) or sum(one.file_size for one in entries) > size:
         raise SnapshotError(f"{source} was refused: its tensors are compressed or overlap, as torch.save writes none")
     file.seek(0)
+    torch.serialization.add_safe_globals([_EMPTY_BYTES])
     try:
         state = torch.load(file, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -136,7 +139,7 @@ class HostBuffers:
             for tensor in wanted:
                 if not is_odd(tensor):
                     try:
-                        self._add(tensor)
+                        self._put(len(self._buffers), tensor)
                     except RuntimeError:  # no memory: `copy` raises it where it can be reported
                         return
                     memory = self._buffers[-1].untyped_storage()
@@ -172,20 +175,17 @@ class HostBuffers:
             return tensor.detach().to("cpu", copy=True)
         index = self._used
         self._used += 1
-        if index == len(self._buffers):
-            self._add(tensor)
-        elif self._sources[index] != self._shape(tensor):
-            self._buffers[index] = self._allocate(tensor)
-            self._sources[index] = self._shape(tensor)
+        if self._sources[index : index + 1] != [self._shape(tensor)]:
+            self._put(index, tensor)
         buffer = self._buffers[index]
         buffer.copy_(tensor, non_blocking=tensor.is_cuda)
         if tensor.is_cuda:
             self._cuda_devices.add(tensor.device)
         return buffer
 
-    def _add(self, tensor: torch.Tensor) -> None:
-        self._buffers.append(self._allocate(tensor))
-        self._sources.append(self._shape(tensor))
+    def _put(self, index: int, tensor: torch.Tensor) -> None:
+        self._buffers[index : index + 1] = [self._allocate(tensor)]
+        self._sources[index : index + 1] = [self._shape(tensor)]
 
     @staticmethod
     def _shape(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -132,7 +132,7 @@ def example_state() -> dict[str, Any]:
         "half": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).T,
         "empty": torch.empty(0),
         "scalar": torch.tensor(3),
-        "plain": {"a": [1, 2.5, None, True, "é", b"\0\xff", 1j], 3: (1, (2,)), "size": torch.Size([1, 2])},
+        "plain": {"a": [1, 2.5, None, True, "é", b"\0\xff", b"", 1j], 3: (1, (2,)), "size": torch.Size([1, 2])},
         "dtype": torch.float16,
     }
 
@@ -205,6 +205,20 @@ def test_a_crafted_pickle_is_refused_and_not_run(tmp_path: Path, form: str) -> N
     assert "nothing of it was run" in message
     assert "\n" not in message
     assert not (tmp_path / "executed").exists()
+
+
+class Zeros:
+    """Unpickled, it takes as much memory as it says."""
+
+    def __reduce__(self) -> Any:
+        return bytes, (2**40,)
+
+
+def test_no_bytes_are_made_for_a_crafted_pickle() -> None:
+    buffer = io.BytesIO()
+    torch.save({"x": Zeros()}, buffer)
+    with pytest.raises(SnapshotError, match="takes 0 positional arguments"):
+        deserialize_state(buffer.getvalue())
 
 
 class OwnTensor(torch.Tensor):
