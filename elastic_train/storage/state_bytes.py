@@ -116,9 +116,8 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
-        self._sources: list[tuple[object, ...]] = []
+        self._sources: list[tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device]] = []
         self._used = 0
-        self._cuda_devices: set[torch.device] = set()
         self._allocation: threading.Thread | None = None
 
     def prepare(self, state: dict[str, Any]) -> None:
@@ -140,7 +139,7 @@ class HostBuffers:
                 if not is_odd(tensor):
                     try:
                         self._put(len(self._buffers), tensor)
-                    except RuntimeError:  # no memory: `copy` raises it where it can be reported
+                    except SnapshotError:  # no memory: `copy` raises it where it can be reported
                         return
                     memory = self._buffers[-1].untyped_storage()
                     ctypes.memset(memory.data_ptr(), 0, memory.nbytes())  # uses one core only; the other cores train
@@ -153,7 +152,7 @@ class HostBuffers:
         was one tensor in two places is one there, too: tied weights, or the rate of several groups of an optimizer.
 
         Raises:
-            SnapshotError: a leaf is neither a tensor nor a plain value; names it.
+            SnapshotError: a leaf is neither a tensor nor a plain value; names it. Or there is no memory for the copy.
         """
         import torch
 
@@ -161,12 +160,11 @@ class HostBuffers:
             self._allocation.join()
             self._allocation = None
         self._used = 0
-        self._cuda_devices.clear()
         with torch.no_grad():
             copied = rebuilt(state, once(self._copy_tensor))
-        for device in self._cuda_devices:
-            torch.cuda.current_stream(device).synchronize()
         del self._buffers[self._used :], self._sources[self._used :]
+        for device in {device for *_, device in self._sources if device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
         return cast("dict[str, Any]", copied)
 
     def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -179,17 +177,18 @@ class HostBuffers:
             self._put(index, tensor)
         buffer = self._buffers[index]
         buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-        if tensor.is_cuda:
-            self._cuda_devices.add(tensor.device)
         return buffer
 
     def _put(self, index: int, tensor: torch.Tensor) -> None:
-        self._buffers[index : index + 1] = [self._allocate(tensor)]
+        try:
+            self._buffers[index : index + 1] = [self._allocate(tensor)]
+        except RuntimeError as error:
+            raise SnapshotError(f"there is no memory for a copy of it: {first_line(error)}") from error
         self._sources[index : index + 1] = [self._shape(tensor)]
 
     @staticmethod
-    def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
-        return tensor.shape, tensor.dtype, tensor.stride(), tensor.is_cuda
+    def _shape(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device]:
+        return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
 
     @staticmethod
     def _allocate(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -44,6 +45,7 @@ from elastic_train.storage import shares
 from elastic_train.storage.shares import Fleet
 from elastic_train.storage.snapshot import SnapshotResult, find_snapshots
 from elastic_train.storage.snapshot_writer import SnapshotWriter
+from elastic_train.storage.state_bytes import HostBuffers
 from elastic_train.world import World
 from tests.unit.test_admission import member
 
@@ -174,6 +176,20 @@ def test_an_extra_that_cannot_be_saved_any_more_costs_a_warning(start: Start) ->
     judge.best = 1.0
     assert training.steps(1) == [8.0]
     assert training.written == [2, 8]
+
+
+def test_a_host_without_memory_for_a_copy_costs_a_warning(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the worker, after which each other host would try in turn."""
+    training = start(snapshot_every=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(HostBuffers, "_allocate", Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate")))
+        assert training.steps(3) == [2.0]
+        assert not training.saver.save_and_wait(training.state)
+    first, last = (warning["message"] for warning in training.events("warning"))
+    assert first.startswith("no snapshot of this state can be made: there is no memory for a copy of it: DefaultCPU")
+    assert last.startswith("there is no memory for a copy")
+    assert training.steps(1) == [4.0]
+    assert training.written == [4]
 
 
 @pytest.mark.parametrize("takes_over", [False, True])
