@@ -280,7 +280,7 @@ def rebuilt(value: Any, of_tensor: Callable[[torch.Tensor], Any], where: str = "
                     raise _refused(key, f"a key of {where}")
                 copied[key] = item if type(item) in leaves else again(item, f"{where}[{key!r}]")
             if kind is OrderedDict:
-                vars(copied).update(vars(value))  # Module.state_dict() keeps module versions there, in _metadata
+                vars(copied).update(again(vars(value), where))  # Module.state_dict() keeps versions there, in _metadata
             return copied
         plain = _plain(value)
         if type(plain) is kind:

@@ -153,6 +153,13 @@ def test_a_scalar_of_numpy_is_saved_as_one_of_python() -> None:
     assert [type(one) for one in (loaded["best"], *loaded["seen"], *loaded["seen"][3])] == [float, int, bool]
 
 
+def annotated() -> Any:
+    """The state of a module whose own `_save_to_state_dict` notes an object beside its version."""
+    state: Any = torch.nn.ReLU().state_dict()
+    state._metadata[""]["by"] = threading.Thread()
+    return state
+
+
 def test_a_view_does_not_bring_its_storage_along() -> None:
     assert len(serialize_state({"view": torch.zeros(1_000_000)[:10]})) < 10_000
 
@@ -165,6 +172,7 @@ def test_a_view_does_not_bring_its_storage_along() -> None:
         ({"at": np.datetime64("2026-01-01")}, r"state\['at'\] is a datetime.date"),
         ({np.int64(1): np.longdouble(1)}, r"state\[1\] is a numpy.longdouble"),
         ({"x": torch.ones(2, device="meta")}, r"state\['x'\] is a torch.Tensor on the meta device, without values: a"),
+        ({"model": annotated()}, r"state\['model'\]\['_metadata'\]\[''\]\['by'\] is a threading.Thread"),
         ({"d": {("a", 1): 1}}, r"a key of state\['d'\] is a builtins.tuple"),
     ],
 )
