@@ -46,8 +46,7 @@ class EtcdStore:
         return text_of(self.etcd.get(key))
 
     def put(self, key: str, value: str) -> None:
-        stamped = stamp() + value.encode()
-        self._write([], key, stamped)
+        self._write([], key, stamp() + value.encode())
 
     def create(self, key: str, value: str) -> str:
         stamped = stamp() + value.encode()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,6 +139,48 @@ def test_a_frozen_member_does_not_block(trio: OwnEtcd, etcd: Etcd) -> None:
         impatient.put("frozen", "yes")
         assert time.monotonic() - started < PATIENCE / 2
     assert impatient.get("frozen") == "yes"
+
+
+class Balancer:
+    """One address for a cluster. Connections may be lost without a word, as with the machine at their other end."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._server, self._endpoint, self._lost = socket.create_server(("127.0.0.1", 0)), endpoint, threading.Event()
+        self.endpoint = f"127.0.0.1:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def lose_connections(self) -> None:
+        self._lost.set()
+        self._lost = threading.Event()
+
+    def _accept(self) -> None:
+        host, _, port = self._endpoint.rpartition(":")
+        with suppress(OSError):
+            while True:
+                pair = self._server.accept()[0], socket.create_connection((host, int(port)))
+                for source, sink in (pair, pair[::-1]):
+                    threading.Thread(target=self._relay, args=(source, sink, self._lost), daemon=True).start()
+
+    def _relay(self, source: socket.socket, sink: socket.socket, lost: threading.Event) -> None:
+        with suppress(OSError):
+            while data := source.recv(2**16):
+                if not lost.is_set():
+                    sink.sendall(data)
+
+    def close(self) -> None:
+        self._server.close()
+
+
+@pytest.mark.slow
+def test_a_connection_that_is_lost_without_a_word_is_made_anew(trio: OwnEtcd) -> None:
+    """Calls over it would get no answer for a quarter of an hour, and agents end after the grace of a minute."""
+    balancer = Balancer(trio.members[0].endpoint)
+    etcd = connect(EtcdSettings((balancer.endpoint,)), deadline=45.0)
+    EtcdStore(etcd).put("balanced", "before")
+    balancer.lose_connections()
+    assert EtcdStore(etcd).get("balanced") == "before"
+    etcd.connections.close()
+    balancer.close()
 
 
 def test_the_leader_dies(trio: OwnEtcd, etcd: Etcd) -> None:
