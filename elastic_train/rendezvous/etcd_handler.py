@@ -1,7 +1,7 @@
 """An ordinary torchrun rendezvous on etcd v3, for any training script: `--rdzv-conf membership=agents`.
 
-PyTorch's own etcd backend speaks the v2 API, which etcd 3.6 removed (pytorch/pytorch#158326, #170707). The keys, below
-the job's prefix (etcd_job.py):
+PyTorch's own etcd backend speaks the v2 API, which etcd 3.6 removed (pytorch/pytorch#158326, #170707). The job's entry
+(etcd_job.py) is `<run id>/agents`: workers under the same run id, which have their own, do not end it. Its keys:
 
 - `nodes/<node>`: a living agent, under a lease of its own. No clock of one machine is compared with another's.
 - `waiting/<node>`: an agent that wants to be in the next round.
@@ -169,7 +169,7 @@ class AgentsHandler(RendezvousHandler):
         self._address = parameters.local_addr or address_towards([*map(split_endpoint, settings.endpoints)], print)
         self._node = f"{self._address}-{uuid.uuid4().hex[:12]}"
         try:
-            self._lease = open_job(etcd, settings, parameters.run_id, partial(self._enter, etcd))
+            self._lease = open_job(etcd, settings, f"{parameters.run_id}/agents", partial(self._enter, etcd))
         except (StoreUnreachable, StoreRefused) as error:
             raise RendezvousConnectionError(str(error)) from error
         self._job, self._store = self._lease.job, self._lease.store

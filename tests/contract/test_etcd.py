@@ -28,6 +28,7 @@ from elastic_train.rendezvous import etcd_handler
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections
 from elastic_train.rendezvous.etcd_errors import LeaseLost
+from elastic_train.rendezvous.etcd_finder import EtcdFinder
 from elastic_train.rendezvous.etcd_handler import AgentsHandler, exit_barrier_keys
 from elastic_train.rendezvous.etcd_job import JobEntry, NodeLease, delete_job, open_job
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
@@ -473,6 +474,19 @@ def test_a_lease_that_is_lost_between_a_round_and_its_entry_costs_that_round(
         finally:
             for agent in agents:
                 agent.shutdown()
+
+
+def test_an_agent_and_workers_of_one_run_id_have_a_job_each(trio: OwnEtcd) -> None:
+    """torchrun's default is one id for all jobs. Workers that end do not end the job of another script."""
+    agent = make_agent(trio, "none")
+    assert agent.next_rendezvous().world_size == 1
+    finder = EtcdFinder(
+        Connections(trio.settings()), "none", uid="uid", address=("127.0.0.1", 1), lease=PATIENCE, check=lambda: None,
+        log=print, warn=print,
+    )  # fmt: skip
+    finder.close()
+    agent._lease.keep()
+    agent.shutdown()
 
 
 @pytest.mark.parametrize("when", ["before its first sign of life", "before its first round"])
