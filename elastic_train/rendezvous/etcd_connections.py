@@ -13,17 +13,22 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import StoreUnreachable, UsageError, first_line
 from elastic_train.rendezvous.etcd_errors import Transient
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
+from elastic_train.system import answer_of
 
 ATTEMPT_SECONDS = 2.0
 """seconds of one attempt at one endpoint; the next attempt goes to the next endpoint"""
+AUTHENTICATE_SECONDS = 60.0
+"""time limit of etcd's check of a password"""
 CONNECT_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5000),  # limit of one attempt to connect; a busy machine needs seconds
@@ -90,8 +95,8 @@ class Connections:
         self.settings = settings
         self.etcd3 = import_etcd3()
         self._lock = threading.Lock()
-        self._clients: dict[int, tuple[Any, tuple[int, ...]]] = {}
-        """by endpoint: a client, and the times at which its certificates were written"""
+        self._clients: dict[int, tuple[Future[Any], tuple[int, ...]]] = {}
+        """by endpoint: a client, perhaps not made yet, and the times at which its certificates were written"""
         self.present = random.randrange(len(settings.endpoints))  # spreads the processes over the endpoints
         self._is_closed = False
         self.has_answered = False
@@ -102,29 +107,34 @@ class Connections:
         """number drawn for the lease of a job entry, perhaps granted by now; 0 once this process has its entry"""
 
     def client(self) -> tuple[int, Any]:
-        """Return (index of the present endpoint, its client). Blocks ATTEMPT_SECONDS at most, to authenticate.
+        """Return (index of the present endpoint, its client). Blocks ATTEMPT_SECONDS at most.
 
         Raises:
             grpc.RpcError: no connection, or the user or password is refused.
-            Transient: the certificates are being renewed, or the file of a password that was good once.
+            Transient: it is not authenticated yet; or the certificates are being renewed, or the file of a password
+                that was good once.
             UsageError: there is no password, and never was one.
         """
         with self._lock:
             if self._is_closed:
                 raise StoreUnreachable("the connection to etcd is closed")
             index = self.present
-            known = self._clients.get(index)
-        if known is not None:
-            return index, known[0]
-        files = self._written_at()
-        if files is None:
-            raise Transient("the certificates are being renewed: a file is missing, empty or cannot be read")
-        made = self._connect(self.settings.endpoints[index])
-        with self._lock:
-            earlier, _ = self._clients.setdefault(index, (made, files))
-        if earlier is not made:
-            made.close()
-        return index, earlier
+            if index not in self._clients:
+                files = self._written_at()
+                if files is None:
+                    raise Transient("the certificates are being renewed: a file is missing, empty or cannot be read")
+                # Longer than an attempt: etcd needs a tenth of a second of a core, and all workers may come at once.
+                made = answer_of(partial(self._connect, self.settings.endpoints[index]), "etcd-client")
+                self._clients[index] = made, files
+            made, _ = self._clients[index]
+        try:
+            return index, made.result(ATTEMPT_SECONDS)
+        except TimeoutError as error:
+            self.rotate(index)
+            raise Transient("it has not authenticated this process yet") from error
+        except Exception:
+            self.drop(index, None)
+            raise
 
     def _connect(self, endpoint: str) -> Any:
         settings = self.settings
@@ -136,7 +146,7 @@ class Connections:
                 ca_cert=settings.ca,
                 cert_cert=settings.cert,
                 cert_key=settings.key,
-                timeout=ATTEMPT_SECONDS,
+                timeout=AUTHENTICATE_SECONDS,
                 user=settings.user,
                 password=settings.password(os.environ),
                 grpc_options=CONNECT_OPTIONS,
@@ -161,7 +171,7 @@ class Connections:
             if files is not None and self._clients.get(index, (None, files))[1] != files:
                 outdated, _ = self._clients.pop(index)
         if outdated is not None:
-            outdated.close()
+            _close(outdated)
 
     def _written_at(self) -> tuple[int, ...] | None:
         """Return the files' times; None while one is missing, unreadable or empty: at that gRPC aborts the process."""
@@ -173,18 +183,24 @@ class Connections:
         return None
 
     def drop(self, index: int, client: Any) -> None:
-        """Drop a client whose token is refused; the next call makes a new one."""
+        """Drop a client whose token is refused; None: one that could not be made. The next call makes a new one."""
         with self._lock:
-            if index in self._clients and self._clients[index][0] is client:
+            made, _ = self._clients.get(index, (None, ()))
+            if made is not None and made.done() and (None if made.exception() else made.result()) is client:
                 del self._clients[index]
-        client.close()
+                _close(made)
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
             clients, self._clients = list(self._clients.values()), {}
         for client, _ in clients:
-            client.close()
+            _close(client)
+
+
+def _close(client: Future[Any]) -> None:
+    """Close a client, or do so as soon as it is made."""
+    client.add_done_callback(lambda made: None if made.exception() else made.result().close())
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
-from elastic_train.errors import LeftOut
+from elastic_train.errors import LeftOut, StoreUnreachable
 from elastic_train.protocol.arbiter import MOVED_SECONDS
 from elastic_train.protocol.probes import Probe
-from elastic_train.rendezvous import etcd_job
+from elastic_train.rendezvous import etcd_connections, etcd_job
 from elastic_train.rendezvous.etcd import Etcd
 from elastic_train.rendezvous.etcd_connections import Connections, Entry
 from elastic_train.rendezvous.etcd_finder import EtcdFinder
@@ -217,3 +218,23 @@ def test_who_leaves_a_lost_entry_leaves_the_next_one_alone(leave: Callable[[Etcd
     assert etcd.get(job.guard.key) is not None
     leave(etcd, job)
     assert etcd.below("/elastic_train/")[0] == []
+
+
+def test_a_password_is_checked_once_however_many_attempts_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """etcd checks those of all workers at once. Checks that were broken off would keep it busy for ever."""
+    checked: list[float] = []
+
+    def client(*_where: Any, timeout: float, **_how: Any) -> Any:
+        checked.append(timeout)
+        time.sleep(min(timeout, 1.0))
+        if timeout < 1.0:
+            raise Failed(grpc.StatusCode.DEADLINE_EXCEEDED, "busy")
+        return Near()
+
+    monkeypatch.setattr(etcd_connections, "ATTEMPT_SECONDS", 0.1)
+    connections = Connections(EtcdSettings(("etcd:1",)))
+    connections.etcd3 = SimpleNamespace(client=client, etcdrpc=connections.etcd3.etcdrpc)
+    with pytest.raises(StoreUnreachable, match="has not authenticated"):
+        Etcd(connections, deadline=0.2).get("key")
+    assert Etcd(connections, deadline=60.0).get("key") is None
+    assert len(checked) == 1
