@@ -25,6 +25,7 @@ from elastic_train.runlog.reader import Line, dict_of, float_of, int_of, read_js
 from elastic_train.storage.places import folder_by
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots
 from elastic_train.storage.store_urls import is_url
+from elastic_train.training.planned_steps import planned_steps, steps_per_epoch
 from elastic_train.wording import duration
 
 SILENT_AFTER_SECONDS = 30.0
@@ -338,15 +339,8 @@ def _position(
         return int_of(step_lines[-1], "epoch"), int_of(step_lines[-1], "samples_done")
     if not step or not length or not batch:
         return (None, None) if step is None or step else (0, 0)
-    epoch, steps_done = divmod(step - 1, -(-length // batch))
+    epoch, steps_done = divmod(step - 1, steps_per_epoch(length, batch))
     return epoch, min(length, (steps_done + 1) * batch)
-
-
-def planned_steps(length: int | None, batch: int | None, num_epochs: int | None, max_steps: int | None) -> int | None:
-    """Return the last step that a run's flags ask for; None if that is unknown."""
-    if not length or not batch or not num_epochs:
-        return max_steps
-    return min(filter(None, (max_steps, num_epochs * -(-length // batch))))
 
 
 def _rate(step_lines: list[Line], length: int | None, batch: int | None) -> float | None:

@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 from elastic_train.config import Config
 from elastic_train.training.epoch_dataset import EpochDataset
 from elastic_train.training.loader_processes import open_loader
-from elastic_train.training.sampler import MicroBatch, StepSampler, steps_per_epoch
+from elastic_train.training.planned_steps import steps_per_epoch
+from elastic_train.training.sampler import MicroBatch, StepSampler
 from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import mapped
 from elastic_train.world import World

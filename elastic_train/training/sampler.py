@@ -68,11 +68,6 @@ def split_larger_first(num_items: int, part: int, num_parts: int) -> tuple[int, 
     return start, start + size + (part < num_larger)
 
 
-def steps_per_epoch(length: int, global_batch_size: int) -> int:
-    """Return the steps of a whole epoch; the last one is smaller unless the global batch divides the length."""
-    return -(-length // global_batch_size)
-
-
 @dataclass(frozen=True)
 class EpochOrder:
     """The permutation of one epoch. `seed` and `epoch` count modulo 2**64.

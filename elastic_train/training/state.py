@@ -18,8 +18,8 @@ from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.incidents import IncidentsText, incidents_of
 from elastic_train.training.kept import Arguments, KeptStep, load_extra, load_part
 from elastic_train.training.optimizers import groups_instead, parts_of, rate_of
+from elastic_train.training.planned_steps import planned_steps
 from elastic_train.training.ratings import Ratings
-from elastic_train.training.sampler import steps_per_epoch
 from elastic_train.training.state_lock import StateLock, StepStart
 
 
@@ -101,7 +101,7 @@ class TrainState:
         """all that the bits of an ordered run depend on, on this worker or on the one that saved this state"""
         self.clock, self.lock, self.step_start = PhaseClock(), StateLock(), StepStart(model)
         self.length, self.global_batch_size, self.num_epochs = length, global_batch_size, epochs
-        self.last_step = total_steps(length, global_batch_size, epochs, max_steps)
+        self.last_step = planned_steps(length, global_batch_size, epochs, max_steps)
         self.plan: dict[str, Any] = {"last_step": self.last_step}  # of this start: see `has_returned_early`
         if not model.training:  # the whole model, not some layers that the user froze
             model.train()
@@ -289,12 +289,6 @@ def has_returned_early(state: Mapping[str, Any], plan: Mapping[str, Any]) -> boo
     """Return whether this state's run ended because its training function returned, under the same plan."""
     schedule = state["schedule"]
     return schedule.get("plan") == plan and bool(schedule["last_step"] == state["position"]["step"])
-
-
-def total_steps(length: int, global_batch_size: int, epochs: int, max_steps: int | None) -> int:
-    """Return the number of committed steps after which training is finished."""
-    steps = epochs * steps_per_epoch(length, global_batch_size)
-    return steps if max_steps is None else min(steps, max_steps)
 
 
 def learning_rate_factor(schedule: str | Callable[[int, int], float], step: int, last_step: int) -> float:

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from elastic_train.training import sampler
+from elastic_train.training.planned_steps import steps_per_epoch
 from elastic_train.training.sampler import (
     EpochOrder,
     MicroBatch,
     StepSampler,
     split,
     split_larger_first,
-    steps_per_epoch,
 )
 
 Int64s = npt.NDArray[np.int64]

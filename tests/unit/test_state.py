@@ -21,8 +21,9 @@ from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.kept import KeptBuffers, leave_no_trace
 from elastic_train.training.optimizers import build_optimizer, parts_of
 from elastic_train.training.ordered_buffers import SavedShapes
+from elastic_train.training.planned_steps import planned_steps
 from elastic_train.training.reduction import StepTotals
-from elastic_train.training.state import TrainState, learning_rate_factor, modes_kept, state_sha256, total_steps
+from elastic_train.training.state import TrainState, learning_rate_factor, modes_kept, state_sha256
 from elastic_train.training.state_hash import hash_of, plain_hashes, tensors_of
 from elastic_train.training.step import clip_gradients, train_step
 
@@ -89,7 +90,8 @@ class TestPosition:
         [({"epochs": 2}, 46), ({"epochs": 2, "max_steps": 30}, 30), ({"epochs": 2, "max_steps": 100}, 46)],
     )
     def test_training_ends_at_epochs_or_steps_whichever_comes_first(self, flags: dict[str, Any], steps: int) -> None:
-        assert total_steps(LENGTH, BATCH, flags["epochs"], flags.get("max_steps")) == steps
+        assert planned_steps(LENGTH, BATCH, flags["epochs"], flags.get("max_steps")) == steps
+        assert planned_steps(None, BATCH, flags["epochs"], flags.get("max_steps")) == flags.get("max_steps"), "unknown"
 
 
 class TestSchedule:

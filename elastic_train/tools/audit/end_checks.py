@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from elastic_train.errors import SnapshotError
-from elastic_train.observe.status import RunState, planned_steps
+from elastic_train.observe.status import RunState
 from elastic_train.observe.status_files import HEARD_SECONDS
 from elastic_train.runlog.events import FINISHED
 from elastic_train.runlog.reader import Line, int_of
@@ -20,6 +20,7 @@ from elastic_train.tools.audit.lost_time import lost_time
 from elastic_train.tools.audit.node_directories import other_results
 from elastic_train.tools.audit.record import DrillRecord
 from elastic_train.tools.audit.remains_checks import find_snapshots_of
+from elastic_train.training.planned_steps import planned_steps
 from elastic_train.wording import duration
 
 if TYPE_CHECKING:

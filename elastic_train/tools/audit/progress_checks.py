@@ -17,7 +17,7 @@ from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
 from elastic_train.tools.audit.history import MOST_LATE, History, PastWorld
 from elastic_train.tools.audit.lives import Clock, LedgerLine
 from elastic_train.tools.audit.unwritten import NOT_WRITTEN
-from elastic_train.training.sampler import steps_per_epoch
+from elastic_train.training.planned_steps import steps_per_epoch
 from elastic_train.wording import count
 
 DRILL_TOLERANCE = 0.1

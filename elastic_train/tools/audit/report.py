@@ -23,7 +23,7 @@ from elastic_train.tools.audit.audit import Audit
 from elastic_train.tools.audit.history import History, PastWorld
 from elastic_train.tools.audit.lost_time import Outage, cause_of, lost_time, outages_of, span_of
 from elastic_train.tools.audit.trace_bill import bill_of_run
-from elastic_train.training.sampler import steps_per_epoch
+from elastic_train.training.planned_steps import steps_per_epoch
 from elastic_train.wording import count
 
 FILE = "report.html"

@@ -42,7 +42,7 @@ from elastic_train.stopping import die_with_parent
 from elastic_train.tools.bench import table
 from elastic_train.tools.bench.loops import OurLoop, PlainLoop, SmallSynthetic
 from elastic_train.tools.bench.table import BenchRow
-from elastic_train.training.sampler import steps_per_epoch
+from elastic_train.training.planned_steps import steps_per_epoch
 
 EPOCHS = 10**6  # never reached: the schedule stays flat, and nothing ends within a block
 ANSWER_TIMEOUT = timedelta(minutes=10)
