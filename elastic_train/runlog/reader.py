@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from typing import Any
 Line = dict[str, Any]
 TAIL_BYTES = 64 * 1024
 """Bytes read from the end of a file if only the newest lines are needed."""
+TORN = "is torn"
+"""what is wrong with a line that is no JSON object"""
 
 
 def parse(raw: bytes) -> Line | None:
@@ -37,14 +39,17 @@ def read_all(path: Path) -> list[Line]:
         return []
 
 
-def read_with_torn(path: Path, torn: list[int]) -> Iterator[Line]:
+def read_with_torn(
+    path: Path, torn: dict[int, str], fault_of: Callable[[Line], str | None] = lambda _: None
+) -> Iterator[Line]:
     """Yield the lines of a file. Raises OSError.
 
     Bytes after the last newline are left out: a kill cut them off, or their write is not finished.
 
     Args:
-        torn: gets the numbers (from 1) of torn lines, except of a line that a kill cut off and after which a later
-            process of the same name went on.
+        torn: gets the numbers (from 1) of lines that are not yielded, and what is wrong with them; not a line that a
+            kill cut off and after which a later process of the same name went on.
+        fault_of: returns what is wrong with a line; None if nothing is.
     """
     generation: int | None = None
     with path.open("rb") as file:
@@ -54,10 +59,13 @@ def read_with_torn(path: Path, torn: list[int]) -> Iterator[Line]:
             if raw == b"\n":
                 continue
             if (line := parse(raw)) is None:
-                torn.append(number)
+                torn[number] = TORN
                 continue
-            if torn[-1:] == [number - 1] and _begins_anew(line, generation):
-                torn.pop()
+            if torn.get(number - 1) == TORN and _begins_anew(line, generation):
+                del torn[number - 1]
+            if fault := fault_of(line):
+                torn[number] = fault
+                continue
             generation = int_of(line, "generation")
             yield line
 

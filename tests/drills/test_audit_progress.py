@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -153,6 +154,47 @@ def test_a_torn_event(run_dir: Path) -> None:
     path = events_of(run_dir)
     path.write_bytes(path.read_bytes() + b'{"time": 1, "st\n')
     assert "events/a-0-11.jsonl: line 14 is torn" in only_failure(run_dir, "steps")
+
+
+@pytest.mark.parametrize(
+    ("event", "field", "value", "told"),
+    [
+        ("step", "step", None, "has no step"),
+        ("step", "time", "late", "has a wrong time"),
+        ("step", "time", math.nan, "has a wrong time"),
+        ("step", "event", None, "has no event"),
+        ("world", "members", 3, "has a wrong members"),
+        ("world", "generation", None, "has no generation"),
+        ("restore", "source", None, "has no source"),
+        ("world", "lost_members", "a", "has a wrong lost_members"),
+        ("start", "config", "x", "has a wrong config"),
+        ("done", "outcome", None, "has no outcome"),
+    ],
+)
+def test_an_event_without_what_it_needs(event: str, field: str, value: object, told: str, run_dir: Path) -> None:
+    line = next(line for line in read_all(events_of(run_dir)) if line["event"] == event)
+    edit_lines(events_of(run_dir), lambda lines: [*lines, {**line, field: value}])
+    assert only_failure(run_dir, "steps") == f"steps: events/a-0-11.jsonl: line 14 {told}"
+
+
+@pytest.mark.parametrize("text", ["3", "null", "[]", '"step"'])
+def test_a_line_that_is_json_and_no_object(text: str, run_dir: Path) -> None:
+    for path in (events_of(run_dir), ledger_of(run_dir)):
+        path.write_text(f"{path.read_text()}{text}\n")
+    assert audit(run_dir).reasons == [
+        f"ledger: ledger/a-0-11.jsonl: line {len(read_all(ledger_of(run_dir))) + 1} is torn",
+        "steps: events/a-0-11.jsonl: line 14 is torn",
+    ]
+
+
+def test_a_run_whose_only_steps_cannot_be_read(run_dir: Path) -> None:
+    change(events_of(run_dir), lambda line: bool(line["event"] == "step"), loss=1.0, epoch=None)
+    assert "steps: events/a-0-11.jsonl: line 4 has no epoch" in audit(run_dir).reasons
+
+
+def test_samples_without_what_they_need(run_dir: Path) -> None:
+    change(ledger_of(run_dir), lambda line: bool(line["step"] == 3), indices=None)
+    assert "ledger: ledger/a-0-11.jsonl: line 3 has no indices" in audit(run_dir).reasons
 
 
 def test_a_line_that_a_kill_cut_off_is_no_finding_of_its_own(run_dir: Path) -> None:

@@ -131,9 +131,9 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a file that may be written at this moment; AssertionError where one that was ended is torn."""
-    torn: list[int] = []
+    torn: dict[int, str] = {}
     found = list(read_with_torn(path, torn))
-    assert not torn, f"{path}: lines {torn} are torn"
+    assert not torn, f"{path}: {torn}"
     return found
 
 

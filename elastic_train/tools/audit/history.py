@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter, itemgetter
@@ -18,10 +18,10 @@ from pathlib import Path
 from elastic_train.errors import RunDirectoryError
 from elastic_train.observe.status import Status, missing, read_status
 from elastic_train.runlog.events import FINISHED
-from elastic_train.runlog.reader import Line, int_of, member_of, read_json, read_with_torn
+from elastic_train.runlog.reader import Line, dict_of, int_of, read_json
 from elastic_train.storage.places import folder_by
 from elastic_train.storage.store_urls import is_url
-from elastic_train.tools.audit.lives import Clock, Clocks, LedgerLine, Life, Step, lives_of, of_one_run, packed
+from elastic_train.tools.audit.lives import Clock, Clocks, LedgerLine, Life, Step, ledger_of, lives_of, of_one_run
 from elastic_train.tools.audit.record import DrillRecord, read_drill
 from elastic_train.tools.audit.unwritten import Unwritten
 
@@ -88,7 +88,7 @@ class History:
     """what each process wrote; times are by its machine's clock"""
     ledger: tuple[LedgerLine, ...]
     torn: tuple[str, ...] = ()
-    """lines that are no JSON object, as `file: what`; without those that a kill cut off at the end of a file"""
+    """lines that cannot be read, as `file: what`; without those that a kill cut off at the end of a file"""
     result: Line | None = None
     drill: DrillRecord | None = None
     names: tuple[str, ...] = field(default=(), repr=False)
@@ -131,7 +131,7 @@ class History:
     @cached_property
     def length(self) -> int | None:
         """Samples per epoch."""
-        return next((int(s["task"]["train_length"]) for s in self.starts if "train_length" in s.get("task", {})), None)
+        return next((n for s in self.starts if (n := int_of(dict_of(s, "task"), "train_length")) is not None), None)
 
     @cached_property
     def batch(self) -> int | None:
@@ -275,7 +275,7 @@ class History:
     def ends(self) -> list[Line]:
         """The `done` events of the newest world's members."""
         newest = {(member, world.generation) for world in self.worlds[-1:] for member in world.members}
-        return [line for line in self.of("done") if (line["writer"], line["generation"]) in newest]
+        return [line for line in self.of("done") if (line["writer"], line.get("generation")) in newest]
 
     @cached_property
     def outcomes(self) -> dict[str, str]:
@@ -316,10 +316,10 @@ def _world(generation: int, lines: list[Line], restores: Mapping[str, tuple[str,
         stood_by=frozenset(line["writer"] for line in lines),
         stood={line["clock"]: float(line["time"]) for line in sorted(lines, key=itemgetter("time"))},
         steps=tuple(sorted({int(line["step"]) for line in lines})),
-        lost=frozenset(member for line in lines for member in line.get("lost_members", ())),
-        left=frozenset(member for line in lines for member in line.get("left_members", ())),
-        joined=frozenset(member for line in lines for member in line.get("joined_members", ())),
-        seconds={name: float(value) for name, value in dict(first.get("seconds") or {}).items()},
+        lost=frozenset(member for line in lines for member in line.get("lost_members") or ()),
+        left=frozenset(member for line in lines for member in line.get("left_members") or ()),
+        joined=frozenset(member for line in lines for member in line.get("joined_members") or ()),
+        seconds={name: float(value) for name, value in dict_of(first, "seconds").items()},
         restores=restores,
     )
 
@@ -346,16 +346,9 @@ def read_history(run_dir: Path) -> History:
         torn: list[str] = []
         drill = read_drill(run_dir)
         clocks = Clocks(is_one=drill is not None)
-        lives = []
-        for path in sorted((run_dir / "events").glob("*.jsonl")):
-            lines = (line for line in _read(path, torn) if {"time", "event"} <= line.keys())
-            lives += lives_of(member_of(path), lines, clocks)
-        ledger = [
-            packed(line, member)
-            for path in sorted((run_dir / "ledger").glob("*.jsonl"))
-            for member in [member_of(path)]
-            for line in _read(path, torn)
-        ]
+        events, ledgers = (sorted((run_dir / name).glob("*.jsonl")) for name in ("events", "ledger"))
+        lives = [life for path in events for life in lives_of(path, torn, clocks)]
+        ledger = [line for path in ledgers for line in ledger_of(path, torn)]
     except OSError as error:
         raise RunDirectoryError(f"{run_dir} cannot be read: {error.strerror}") from error
     lives, ledger = of_one_run(lives, ledger)
@@ -392,9 +385,3 @@ def mixed_branches(history: History) -> str | None:
                 f"which began at step {first['step']}: audit each in a folder of its own"
             )
     return None
-
-
-def _read(path: Path, torn: list[str]) -> Iterator[Line]:
-    numbers: list[int] = []
-    yield from read_with_torn(path, numbers)
-    torn += [f"{path.parent.name}/{path.name}: line {number} is torn" for number in numbers]

@@ -10,10 +10,12 @@ import contextlib
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
 
-from elastic_train.runlog.reader import Line, float_of
+from elastic_train.runlog.reader import Line, float_of, member_of, read_with_torn
 
 SET_SECONDS = 1.0
 """a clock was set if it jumps by more against `monotonic`; less is the time between reading the two"""
@@ -73,14 +75,6 @@ class LedgerLine:
     writer: str
 
 
-def packed(line: Line, member: str) -> LedgerLine:
-    """Return the line with its indices in a ninth of the memory; as they are if one is no index."""
-    indices: Sequence[int] = line["indices"]
-    with contextlib.suppress(TypeError, OverflowError):
-        indices = array("i", indices)
-    return LedgerLine(line["step"], line["generation"], line["epoch"], line["rank"], indices, member)
-
-
 @dataclass
 class Life:
     """One process. In containers, successive processes have the same name and so the same file."""
@@ -129,17 +123,67 @@ def host_of(member: str) -> str:
     return member.rsplit("/", 2)[0]
 
 
-def lives_of(member: str, lines: Iterable[Line], clocks: Clocks) -> list[Life]:
-    """The processes that wrote the events of one file."""
+def lives_of(path: Path, torn: list[str], clocks: Clocks) -> list[Life]:
+    """Return the processes that wrote a file of events. `torn` as for `ledger_of`. Raises OSError."""
+    member = member_of(path)
     found: list[Life] = []
     was_in_a_world = True
-    for line in lines:
+    for line in _sound_lines(path, torn):
         is_in_a_world = line.get("generation") is not None
         if line["event"] == "start" or (was_in_a_world and not is_in_a_world) or not found:
             found.append(Life(member))
         found[-1].add(line, clocks.of(member, line))
         was_in_a_world = is_in_a_world
     return found
+
+
+def ledger_of(path: Path, torn: list[str]) -> Iterator[LedgerLine]:
+    """Yield the lines of a ledger, with the indices in a ninth of the memory; as they are if one is no index.
+
+    Args:
+        torn: gets the lines that cannot be read, as `file: what`.
+
+    Raises: OSError.
+    """
+    member = member_of(path)
+    for line in _sound_lines(path, torn):
+        indices: Sequence[int] = line["indices"]
+        with contextlib.suppress(TypeError, OverflowError):
+            indices = array("i", indices)
+        yield LedgerLine(line["step"], line["generation"], line["epoch"], line["rank"], indices, member)
+
+
+_Kind = type | tuple[type, ...]
+_OF_SAMPLES: dict[str, _Kind] = {"step": int, "generation": int, "epoch": int, "rank": int, "indices": list}
+_OF_ANY: dict[str, _Kind] = {"time": (int, float), "event": str, "generation": (int, NoneType), "step": int}
+_OF_LOSS = dict.fromkeys(("lost_members", "left_members", "joined_members"), (list, NoneType))
+_OF_EVENT = {
+    "start": _OF_ANY | {"config": (dict, NoneType), "task": (dict, NoneType)},
+    "world": _OF_ANY | _OF_LOSS | {"generation": int, "rank": int, "cause": str, "members": list},
+    "peer_lost": _OF_ANY | _OF_LOSS,
+    "restore": _OF_ANY | {"generation": int, "source": str, "restored_step": int},
+    "step": _OF_ANY | {"generation": int, "world_size": int, "epoch": int},
+    "snapshot": _OF_ANY | {"generation": int, "snapshot_step": int, "path": str},
+    "ledger": _OF_ANY | {"generation": int},
+    "done": _OF_ANY | {"rank": int, "outcome": str},
+}
+"""event -> the fields that its checks read, and their types; those that may be None are missing in older versions"""
+
+
+def _sound_lines(path: Path, torn: list[str]) -> Iterator[Line]:
+    name = f"{path.parent.name}/{path.name}"
+    is_ledger = path.parent.name == "ledger"
+
+    def fault_of(line: Line) -> str | None:
+        fields = _OF_SAMPLES if is_ledger else _OF_EVENT.get(str(line.get("event")), _OF_ANY)
+        for field_name, kind in fields.items():
+            if not isinstance(value := line.get(field_name), kind) or value != value:  # NaN
+                return f"has {'no' if value is None else 'a wrong'} {field_name}"
+        return None
+
+    found: dict[int, str] = {}
+    yield from read_with_torn(path, found, fault_of)
+    torn += [f"{name}: line {number} {what}" for number, what in found.items()]
 
 
 def of_one_run(lives: Sequence[Life], ledger: Sequence[LedgerLine]) -> tuple[list[Life], list[LedgerLine]]:

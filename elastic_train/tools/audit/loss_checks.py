@@ -73,7 +73,7 @@ def _lost_on_the_way(history: History) -> dict[int, dict[str, float]]:
             later = [world for world in history.worlds if world.generation > before]
         for world in later[:1]:
             if world.generation - 1 != before and line["writer"] in world.members:  # else that world's event names them
-                for member in line.get("lost_members", ()):
+                for member in line.get("lost_members") or ():
                     found.setdefault(world.generation, {}).setdefault(str(member), time)
     return found
 

@@ -179,9 +179,9 @@ def _some(indices: Sequence[int] | npt.NDArray[np.intp]) -> str:
 
 def check_steps(history: History) -> Found:
     """Committed steps never decrease, and none is missing; only a restart from the newest snapshot may repeat some."""
-    if not history.steps:
-        raise Skip("no step was committed")
     findings = history.unwritten.unexplained([line for line in history.torn if line.startswith("events/")])
+    if not history.steps and not findings:
+        raise Skip("no step was committed")
     worlds = {world.generation: world for world in history.worlds}
     by_generation = {generation: [step.step for step in steps] for generation, steps in history.steps_of.items()}
     for generation, numbers in sorted(by_generation.items()):
@@ -191,7 +191,7 @@ def check_steps(history: History) -> Found:
         if generation not in worlds and history.unwritten.newest("world", generation) is None:
             findings.append(f"generation {generation} committed steps, but no member says that it stood")
     present = {step.step for step in history.steps}
-    first, newest = history.begins_after + 1, max(history.last_step, *present)  # also steps that a restart undid
+    first, newest = history.begins_after + 1, max((history.last_step, *present))  # also steps that a restart undid
     away = _steps_elsewhere(history, lambda world: world.members[:1]) - present  # rank 0 writes them
     absent = [step for step in range(first, newest + 1) if step not in present and step not in away]
     gaps = [step for step in absent if not history.unwritten.writers("step", step, _newest_with(history, step))]
