@@ -97,7 +97,7 @@ class EarlierRun:
                 pid=os.getpid(),
                 agent_pid=launch.agent_pid or 0,
                 address=membership.address,
-                directory_id=directory.identity(),
+                directory_id=directory.identity(self._files.job_token),
                 backend=choose_backend(worker.device),
                 max_generation=max((generation for generation in seen if generation is not None), default=None),
                 agreement=worker.agreement(),
@@ -137,7 +137,7 @@ class EarlierRun:
         """For --fresh: move aside what is in the run directory, and snapshots that lie elsewhere. The first worker that
         comes does so, once per job. Returns the record that stays."""
         directory, membership = self._worker.directory, self._membership
-        key = f"fresh/{directory.identity()}"
+        key = f"fresh/{directory.identity(self._files.job_token)}"
         me = f"{self._worker.host}/{os.getpid()}"
         if membership.agreed_once(key, me) == me:
             directory.ownership.claim(self._files.job_token, 0, self._worker.host)

@@ -159,18 +159,23 @@ class RunDirectory:
         draft.write_bytes(data)
         os.replace(draft, self.path / name)
 
-    def identity(self, *, timeout: timedelta = timedelta(seconds=5)) -> str:
-        """A permanent random name of the directory, created at the first call. Workers that read the same name share
-        the directory. Blocks for milliseconds, or for `timeout` if another worker ended while it created the name.
+    def identity(self, job_token: str, *, timeout: timedelta = timedelta(seconds=5)) -> str:
+        """A random name of the directory in this job, created at the first call. Workers that read the same name share
+        the directory. No name is for good: it would be in all copies, as on machines of one image. Blocks for
+        milliseconds, or for `timeout` if another worker ended while it created the name.
 
         Raises:
             RunDirectoryError: the directory cannot be written to, or the file of the name is damaged.
         """
-        path = self.path / _IDENTITY
+        path = self.path / f"{_IDENTITY}-{job_token}"
         try:
             if not path.exists():
                 with contextlib.suppress(FileExistsError):
-                    create_once(path, secrets.token_hex(_IDENTITY_LENGTH // 2).encode())
+                    create_once(path, (self._known_identity or secrets.token_hex(_IDENTITY_LENGTH // 2)).encode())
+                for other in self.path.glob(f"{_IDENTITY}*"):
+                    with contextlib.suppress(OSError):  # another user's, or gone
+                        if other.stat().st_mtime < path.stat().st_mtime - 60:  # else it may be about to be read
+                            other.unlink()
             deadline = time.monotonic() + timeout.total_seconds()
             while len(data := path.read_bytes()) < _IDENTITY_LENGTH and time.monotonic() < deadline:
                 time.sleep(0.01)  # another worker is about to write it, see `create_once`
@@ -185,14 +190,10 @@ class RunDirectory:
     def make_anew(self, job_token: str, generation: int, host: str) -> None:
         """Create and claim the directory again, with the same identity, after it was removed or moved during the job.
 
-        Raises: as `create` and `Ownership.claim_anew`.
+        Raises: as `create`, `identity` and `Ownership.claim_anew`.
         """
         self.create()
-        try:
-            with contextlib.suppress(FileExistsError):
-                create_once(self.path / _IDENTITY, self._known_identity.encode())
-        except OSError as error:
-            raise unusable(f"run directory {self.path}", "cannot be written to", error) from error
+        self.identity(job_token)
         self.ownership.claim_anew(job_token, generation, host)
 
     def move_aside(self) -> Path | None:

@@ -103,7 +103,6 @@ def test_an_absent_node_does_not_bring_back_the_run_that_fresh_has_replaced(clus
     here, there = cluster.path / "here", cluster.path / "there"
     train(cluster, here, 50)
     shutil.copytree(here, there)
-    (there / ".directory-id").unlink()
     train(cluster, here, 20, "--fresh")
     nodes = [
         *cluster.start(*FLAGS, "--max-steps", "40", run_dir=here, nnodes="2:2"),
@@ -122,7 +121,6 @@ def test_a_node_that_comes_too_late_with_newer_steps_says_so(cluster: Cluster, o
     task = ("--task", "elastic_train.tools.drills.task:PacedDigits")
     train(cluster, here, 20, what=task)
     shutil.copytree(here, there)
-    (there / ".directory-id").unlink()
     train(cluster, there, 60, what=task)
     if others > 20:
         train(cluster, here, others, what=task)

@@ -143,7 +143,7 @@ def test_a_run_directory_that_was_removed_with_the_folder_in_it(tmp_path: Path) 
     folder = tmp_path / "run" / "weights"
     directory = RunDirectory(tmp_path / "run", folder)
     directory.create()
-    directory.identity()
+    directory.identity("job")
     folder.mkdir()
     directory.ownership.claim("job-1", 1, "alpha")
     shutil.rmtree(directory.path)

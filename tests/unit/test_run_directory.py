@@ -207,8 +207,8 @@ def move(path: Path) -> None:
 def test_a_directory_that_is_gone_is_made_anew(directory: RunDirectory, lose: Callable[[Path], None]) -> None:
     """By each worker of the job, which has its lock again."""
     second = RunDirectory(directory.path)
-    identity = directory.identity()
-    assert second.identity() == identity
+    identity = directory.identity("job")
+    assert second.identity("job") == identity
     for worker in (directory, second):
         worker.ownership.claim("job", 3, HOST)
     lose(directory.path)
@@ -216,7 +216,7 @@ def test_a_directory_that_is_gone_is_made_anew(directory: RunDirectory, lose: Ca
         directory.ownership.check_owner("job", 3)
     directory.make_anew("job", 3, HOST)
     directory.ownership.check_owner("job", 3)
-    assert RunDirectory(directory.path).identity() == identity
+    assert RunDirectory(directory.path).identity("job") == identity
     with pytest.raises(RunDirectoryGone):  # the record is there, and its lock is not
         second.ownership.claim("job", 4, HOST, is_leader=False)
     second.make_anew("job", 4, HOST)
@@ -231,7 +231,7 @@ def test_a_directory_that_is_gone_is_made_anew(directory: RunDirectory, lose: Ca
 
 def test_who_has_not_noticed_takes_no_lock_of_another_worker_with_it(directory: RunDirectory) -> None:
     second = RunDirectory(directory.path)
-    directory.identity()
+    directory.identity("job")
     for worker in (directory, second):
         worker.ownership.claim("job", 3, HOST)
     remove(directory.path)
@@ -242,7 +242,7 @@ def test_who_has_not_noticed_takes_no_lock_of_another_worker_with_it(directory: 
 
 
 def test_a_job_that_comes_first_to_a_directory_that_was_removed_has_it(directory: RunDirectory) -> None:
-    directory.identity()
+    directory.identity("job")
     directory.ownership.claim("job", 3, HOST)
     remove(directory.path)
     other = RunDirectory(directory.path)
@@ -702,12 +702,24 @@ def test_a_folder_that_is_made_stays_with_those_above_it(tmp_path: Path, monkeyp
 # --- its name ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_directory_keeps_its_name(tmp_path: Path) -> None:
+def test_a_directory_keeps_its_name_within_a_job(tmp_path: Path) -> None:
     one, other = RunDirectory(tmp_path / "one"), RunDirectory(tmp_path / "other")
     for directory in (one, other):
         directory.create()
-    assert one.identity() == RunDirectory(one.path).identity()
-    assert one.identity() != other.identity()
+    assert one.identity("job") == RunDirectory(one.path).identity("job")
+    assert one.identity("job") != other.identity("job")
+
+
+def test_copies_of_a_directory_are_several(tmp_path: Path) -> None:
+    """On machines of one image, say: else one of them alone would save, and would be moved aside by --fresh."""
+    one = RunDirectory(tmp_path / "one")
+    one.create()
+    one.identity("job")
+    os.utime(one.path / ".directory-id-job", (0, 0))
+    shutil.copytree(one.path, tmp_path / "copy")
+    names = {RunDirectory(tmp_path / name).identity("next") for name in ("one", "one", "copy")}
+    assert len(names) == 2
+    assert sorted(path.name for path in one.path.iterdir()) == [".claim.lock", ".directory-id-next"]
 
 
 def refuse_links(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
@@ -726,26 +738,26 @@ def test_a_file_system_without_links_gives_one_name_to_all(
 
     def ask(_number: int) -> str:
         everybody.wait(DEADLINE)
-        return RunDirectory(tmp_path).identity()
+        return RunDirectory(tmp_path).identity("job")
 
     with ThreadPoolExecutor(8) as threads:
         names = set(threads.map(ask, range(8)))
     assert len(names) == 1
-    assert [path.name for path in tmp_path.iterdir()] == [".directory-id"], "no draft is left"
+    assert [path.name for path in tmp_path.iterdir()] == [".directory-id-job"], "no draft is left"
 
 
 def test_a_link_that_fails_otherwise_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_links(monkeypatch, errno.EIO)
     with pytest.raises(RunDirectoryError, match="cannot be written to"):
-        RunDirectory(tmp_path).identity()
+        RunDirectory(tmp_path).identity("job")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_name_that_is_being_made_is_waited_for(tmp_path: Path) -> None:
-    path = tmp_path / ".directory-id"
+    path = tmp_path / ".directory-id-job"
     path.touch()
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(RunDirectory(tmp_path).identity, timeout=timedelta(seconds=DEADLINE))
+        asked = threads.submit(RunDirectory(tmp_path).identity, "job", timeout=timedelta(seconds=DEADLINE))
         with pytest.raises(TimeoutError):
             asked.result(timeout=0.1)
         path.write_bytes(b"0123456789abcdef")
@@ -754,9 +766,9 @@ def test_a_name_that_is_being_made_is_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"0123", b"../../../../home"])
 def test_a_damaged_name_is_told(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / ".directory-id").write_bytes(data)
-    with pytest.raises(RunDirectoryError, match=r"\.directory-id is damaged .*: remove it"):
-        RunDirectory(tmp_path).identity(timeout=timedelta(0))
+    (tmp_path / ".directory-id-job").write_bytes(data)
+    with pytest.raises(RunDirectoryError, match=r"\.directory-id-job is damaged .*: remove it"):
+        RunDirectory(tmp_path).identity("job", timeout=timedelta(0))
 
 
 def test_a_folder_that_cannot_be_written_to_is_told_at_the_start(tmp_path: Path) -> None:
