@@ -22,7 +22,7 @@ from elastic_train.elastic.ledger_repair import write_lines_again
 from elastic_train.elastic.loading import other_rates, peak_rates
 from elastic_train.elastic.membership import Membership, new_token, versions
 from elastic_train.elastic.process_group import choose_backend, gpu_of
-from elastic_train.elastic.restore import Restored, require_line, restore
+from elastic_train.elastic.restore import ALL_GONE, Restored, require_line, restore
 from elastic_train.elastic.result import config_of
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.worker import Worker
@@ -41,8 +41,6 @@ from elastic_train.training.collectives import barrier, gather_json
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count
 from elastic_train.world import Member, World, to_json, value_of
-
-ALL_GONE = "all workers that had the state are gone"
 
 
 class EarlierRun:
@@ -63,10 +61,9 @@ class EarlierRun:
         worker, membership, launch = self._worker, self._membership, self._worker.launch
         directory, config = worker.directory, worker.config
         use_interface_of(membership.address[0])
-        self._is_first_round = membership.job.entrance.is_first
         is_fresh = config.fresh and self._back is None
         # The job may have begun since the first look: what it writes must not be moved away.
-        is_running = is_fresh and not (self._is_first_round and membership.published("run_uid") is None)
+        is_running = is_fresh and not (membership.job.entrance.is_first and membership.published("run_uid") is None)
         if is_fresh and not is_running and launch.restart_count == 0:
             self._fresh_record = self._start_anew()
         elif is_running and launch.local_rank == 0:
@@ -90,6 +87,7 @@ class EarlierRun:
         seen = [self._traces.generation, *(offer.generation for offer in self._offers)]
         seen += [] if self._owner is None else [self._owner.generation]
         newest = max(((offer.generation, offer.step) for offer in self._offers), key=itemgetter(1, 0), default=None)
+        run_uid = membership.published("run_uid")
         world = membership.first_world(
             Member(
                 host=worker.host,
@@ -109,6 +107,7 @@ class EarlierRun:
             ),
             lambda theirs: require_line(self._offers if self._back is None else (), theirs),
         )
+        self._awaited = None if membership.came_later else run_uid
         self._files.take_token(membership.published("job_token") or self._files.job_token)
         return world
 
@@ -212,8 +211,8 @@ class EarlierRun:
             self._offers,
             task=worker.must_agree_with_snapshot(),
             run_uid=self._run_uid,
-            is_new_run=lost is None and (self._is_first_round or self._membership.published("run_uid") is None),
             lost=lost,
+            awaited=self._awaited,
             record=self._record,
             past=lambda: self._past(self._own_past(world)),
             own_past=lambda: self._own_past(world),

@@ -45,6 +45,8 @@ from elastic_train.training.state_hash import frozen_of, hash_of, settings_hash
 from elastic_train.world import World, value_of
 
 Warn = Callable[[str], None]
+ALL_GONE = "all workers that had the state are gone"
+NONE_SEEN = "no snapshot of their run can be seen here"
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ def restore(
     *,
     task: Mapping[str, Any],
     run_uid: str,
-    is_new_run: bool,
     lost: str | None,
+    awaited: str | None,
     record: RunRecord,
     past: Callable[[], PastSnapshots | None],
     own_past: Callable[[], PastSnapshots | None],
@@ -78,8 +80,8 @@ def restore(
         offers: the snapshots that this rank can see, newest first.
         task: the facts that a snapshot must agree with.
         run_uid: the name of the run, where this job has one already; else that of a new run.
-        is_new_run: whether the run directories decide which run is continued (the job's first world), or `run_uid`.
-        lost: how a state of this run was lost; the run then may not begin from scratch.
+        lost: how a state of this run was lost; None where the run directories decide which run is continued or begun.
+        awaited: the run of a job that is gone, in whose join queue this rank has waited.
         record: which run this rank's run directory belongs to.
         past: called where there is no snapshot; returns what this rank's run directory reports of any, None on ranks
             that lead no run directory.
@@ -92,14 +94,14 @@ def restore(
         SnapshotError: the snapshot is sound but cannot be loaded. Or no snapshot can be seen, and a state was lost, or
             the run had snapshots which no member can see, even where some of another run can be seen.
     """
-    told = gather_json({"offers": [vars(Offer.of(offer)) for offer in offers], "record": vars(record)})
+    told = gather_json({"offers": [vars(Offer.of(one)) for one in offers], "record": vars(record), "awaited": awaited})
     offered = [[value_of(Offer, one) for one in entry["offers"]] for entry in told]
     superseded: tuple[str, ...] = ()
-    if is_new_run:
+    if lost is None:
         records = [value_of(RunRecord, entry["record"]) for entry in told]
         choice = run_to_continue(records, list(chain(*offered)))
         run_uid, superseded = choice.uid or run_uid, choice.superseded
-        _require_own_run(choice, records, record, own_past)
+        _require_own_run(choice, records, {entry["awaited"] for entry in told}, record, own_past)
     by_rank = [[offer for offer in mine if offer.run == run_uid] for mine in offered]
     require_one_line(list(chain(*by_rank)))
     if others := [offer for offer in offers if offer.run_uid != run_uid]:
@@ -110,7 +112,7 @@ def restore(
         state.restarts = restarted(state.restarts, gather_json(token_hex(4))[0], state.step)
         return Restored("snapshot", state.step, from_rank)
     if lost is not None:
-        raise SnapshotError(f"{lost}, and no snapshot of their run can be seen here")
+        raise SnapshotError(f"{lost}, and {NONE_SEEN}")
     # The directory may also report snapshots of a run that this one replaces.
     _require_none_written(None if record.uid in superseded else past())
     state.run_uid, state.superseded = run_uid, superseded
@@ -119,11 +121,18 @@ def restore(
 
 
 def _require_own_run(
-    choice: RunRecord, records: Sequence[RunRecord], record: RunRecord, own_past: Callable[[], PastSnapshots | None]
+    choice: RunRecord,
+    records: Sequence[RunRecord],
+    awaited: Collection[str | None],
+    record: RunRecord,
+    own_past: Callable[[], PastSnapshots | None],
 ) -> None:
     """Raise SnapshotError where the visible snapshots decide the run, no run directory belongs to it, and one of these
-    has had snapshots: the run would lose sight of them. Every rank calls this."""
+    has had snapshots: the run would lose sight of them. Or where none is of an awaited run: what was trained of it may
+    lie on the disks of others. Every rank calls this."""
     uids = {one.uid for one in records} - {"", *choice.superseded}
+    if {*awaited} - {None, choice.uid, *choice.superseded, *uids}:
+        raise SnapshotError(f"{ALL_GONE}, and {NONE_SEEN}")
     if not choice.uid or not uids or choice.uid in uids:
         return
     found = own_past() if record.uid in uids else None

@@ -10,11 +10,11 @@ from typing import Any
 
 from elastic_train.branches import id_of
 from elastic_train.elastic.connect import Return
-from elastic_train.elastic.earlier_run import ALL_GONE, EarlierRun, compare_with_peers
+from elastic_train.elastic.earlier_run import EarlierRun, compare_with_peers
 from elastic_train.elastic.handover import Giving, Handover, Taking
 from elastic_train.elastic.membership import Change, Membership
 from elastic_train.elastic.process_group import set_group_timeout
-from elastic_train.elastic.restore import Restored, sync_from_freshest
+from elastic_train.elastic.restore import ALL_GONE, Restored, sync_from_freshest
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.states_check import own_line
 from elastic_train.elastic.trainer import Trainer

@@ -99,7 +99,10 @@ class Facts:
             return None
 
     def enter(self, world: World, facts: Mapping[str, str]) -> None:
-        """Take over `world`, which this member has entered, and its facts. A newcomer copies all facts to its store."""
+        """Take over `world`, which this member has entered, and its facts. A newcomer copies all facts to its store,
+        and forgets those of another job, in whose queue it has waited."""
+        if self.world is None and facts.get(JOB) not in (None, self.known.get(JOB)):
+            self.known.clear()
         for name, text in {**self.known, **facts}.items():
             if self.known.get(name) != text or self.world is None:
                 self._own.put(f"fact/{name}", text)

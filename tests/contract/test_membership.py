@@ -190,6 +190,8 @@ def test_who_has_waited_for_a_job_that_cannot_be_reached_begins_another_one() ->
     newcomer.entrance._size = Size(1, 8, 0.0, silence=0.0)
     assert eventually(form, newcomer.entrance.find)
     assert newcomer.facts.create("job_token", "mine") == token
+    jobs[0].facts.create("run_uid", "r")
+    assert newcomer.facts.find("run_uid") == "r"
     for number in range(MIN_NODES):
         form.kill(number)
     cast(Any, newcomer.finder)._is_first = True
@@ -204,6 +206,7 @@ def test_who_has_waited_for_a_job_that_cannot_be_reached_begins_another_one() ->
     assert isinstance(place, Admitted)
     newcomer.enter(place.world, place.facts, None)
     assert newcomer.facts.find("job_token") not in (None, token, "mine")
+    assert newcomer.facts.find("run_uid") is None, "the run that it begins has another name"
 
 
 def test_a_newcomer_says_all_that_it_has_read_of_the_job_not_only_what_came_with_its_world() -> None:

@@ -81,6 +81,21 @@ def test_who_waited_to_be_admitted_goes_on_from_what_was_saved_meanwhile(cluster
 
 
 @pytest.mark.slow
+def test_who_waited_to_be_admitted_does_not_begin_anew_what_lies_on_the_disk_of_the_dead(cluster: Cluster) -> None:
+    """It would take the run's name, and the snapshots of the other one would go with that one's return."""
+    mine, theirs = cluster.path / "mine", cluster.path / "theirs"
+    flags = (*ENDLESS, "--snapshot-every", "10")
+    [first] = cluster.start(*flags, nodes=1, nnodes="1:1", run_dir=theirs)
+    wait_for_step(theirs, 25)
+    [second] = cluster.start(*flags, nodes=1, nnodes="1:1", run_dir=mine)
+    wait_until(lambda: "this one waits for a place" in second.text(), "the second in the queue", 60)
+    first.kill()
+    assert second.wait(60) == 1
+    assert "all workers that had the state are gone, and no snapshot of their run can be seen here" in second.text()
+    assert events(mine, "restore") == []
+
+
+@pytest.mark.slow
 def test_a_spare_is_all_that_is_left(cluster: Cluster) -> None:
     """The only worker is killed: its spare has no state, and goes on from the newest snapshot of that very run."""
     flags = (*ENDLESS, "--reduction", "ordered", "--virtual-ranks", "1", "--snapshot-every", "10")

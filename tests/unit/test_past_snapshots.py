@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_train.elastic.restore import restore
+from elastic_train.elastic.restore import Restored, restore
 from elastic_train.errors import SnapshotError
 from elastic_train.storage.past_snapshots import PastSnapshots, Reached, read_past_snapshots, require_none_written
 from elastic_train.storage.run_record import RunRecord
@@ -110,25 +110,38 @@ def test_what_cannot_be_read_may_tell_of_a_snapshot(tmp_path: Path) -> None:
     assert read_past_snapshots(tmp_path).known == (0, 40, "host b wrote a snapshot of step 40 of this run, /b/40")
 
 
+def begin(record: RunRecord, past: PastSnapshots, awaited: str | None = None) -> Restored:
+    """Alone, with no snapshot in sight."""
+    model = torch.nn.Linear(1, 1)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), length=8, global_batch_size=8, epochs=9)
+    return restore(
+        state,
+        World(0, 3, (member(0, 0),)),
+        [],
+        task={},
+        run_uid="new",
+        lost=None,
+        awaited=awaited,
+        record=record,
+        past=lambda: past,
+        own_past=lambda: None,
+        warn=pytest.fail,
+        check=lambda: None,
+    )
+
+
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("superseded", [(), ("old",)])
 def test_what_a_directory_says_of_a_run_that_fresh_has_replaced_does_not_count(superseded: tuple[str, ...]) -> None:
     """A node that was away at --fresh has it; the new run was killed before its first snapshot."""
-    model = torch.nn.Linear(1, 1)
-    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), length=8, global_batch_size=8, epochs=9)
     with nullcontext() if superseded else pytest.raises(SnapshotError, match="of step 20"):
-        restored = restore(
-            state,
-            World(0, 3, (member(0, 0),)),
-            [],
-            task={},
-            run_uid="new",
-            is_new_run=True,
-            lost=None,
-            record=RunRecord("old", superseded),
-            past=lambda: PastSnapshots((1, 20, "host a wrote a snapshot of step 20"), None, ""),
-            own_past=lambda: None,
-            warn=pytest.fail,
-            check=lambda: None,
-        )
-        assert restored.source == "scratch"
+        past = PastSnapshots((1, 20, "host a wrote a snapshot of step 20"), None, "")
+        assert begin(RunRecord("old", superseded), past).source == "scratch"
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("uid", ["", "other", "theirs"])
+def test_who_waited_for_a_job_that_is_gone_does_not_begin_anew_what_its_members_have_trained(uid: str) -> None:
+    """Their disks have it. A directory of their run tells how far they had come."""
+    with nullcontext() if uid == "theirs" else pytest.raises(SnapshotError, match="all workers that had the state are"):
+        assert begin(RunRecord(uid), NOTHING, "theirs").source == "scratch"
