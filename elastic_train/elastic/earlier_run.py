@@ -40,7 +40,7 @@ from elastic_train.training import determinism
 from elastic_train.training.collectives import barrier, gather_json
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count
-from elastic_train.world import Member, World, to_json, value_of
+from elastic_train.world import Member, World, from_json, to_json
 
 
 class EarlierRun:
@@ -149,8 +149,7 @@ class EarlierRun:
             if time.monotonic() > deadline:
                 raise FormationFailed(f"--fresh: the run in {directory.path} was not moved aside within 60 s")
             time.sleep(0.01)
-        found: RunRecord = value_of(RunRecord, json.loads(done))
-        return found
+        return from_json(RunRecord, done)
 
     def _move_aside(self) -> RunRecord:
         worker, directory = self._worker, self._worker.directory

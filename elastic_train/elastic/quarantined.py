@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_train.elastic.joins import Node
-from elastic_train.protocol.quarantine import Quarantine, describe_deaths, quarantines, waits
+from elastic_train.protocol.quarantine import describe_deaths, quarantines, waits
 from elastic_train.training.state import TrainState
 from elastic_train.wording import duration
 from elastic_train.world import World
@@ -51,9 +51,8 @@ def admissible(
 def lasting(state: TrainState, world: World, wall: float) -> list[dict[str, Any]]:
     """Return the quarantines of hosts outside of `world`, for people and programs; `wall` is now, in Unix seconds."""
     now, inside = run_seconds(state), {member.host for member in world.members}
-    found: Mapping[str, Quarantine] = quarantines(state.incidents, now)
     return [
         {"host": host, "deaths": one.deaths, "until": wall + one.until - now}
-        for host, one in sorted(found.items())
+        for host, one in sorted(quarantines(state.incidents, now).items())
         if host not in inside
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from elastic_train.branches import is_on
 from elastic_train.storage.snapshot import SnapshotInfo
 
 Moment = tuple[int, int]
@@ -52,11 +53,14 @@ class Retention:
         removable: Sequence[SnapshotInfo],
         is_whole: Callable[[SnapshotInfo], bool] = lambda _info: True,
     ) -> list[SnapshotInfo]:
-        """The `removable` snapshots that are neither pinned nor among the newest moments with a whole snapshot."""
+        """The `removable` snapshots that are neither pinned nor among the newest moments with a whole snapshot. What
+        was trained further than the newest one, and without it, stays: the run may yet go on from there."""
         moments = sorted({info.age_key for info in of_run}, reverse=True)
         if len(moments) <= self.newest or all(info.age_key >= moments[self.newest - 1] for info in removable):
             return []  # without reading any
-        pinned = self.pinned(of_run, is_whole)
+        pinned, newest = self.pinned(of_run, is_whole), max(of_run, key=lambda info: info.age_key)
+        line = newest.restarts
+        removable = [one for one in removable if one.step <= newest.step or is_on(one.restarts, one.step, line)]
         num_kept = 0
         for moment in moments:
             num_kept += any(is_whole(info) for info in of_run if info.age_key == moment)

@@ -262,16 +262,12 @@ class RunDirectory:
                 yield path.stat().st_mtime, path
 
     def _make_sibling(self) -> Path:
-        stamp = datetime.fromtimestamp(self._now(), UTC).strftime("%Y%m%dT%H%M%SZ")
-        number = 1
+        stamp, number = datetime.fromtimestamp(self._now(), UTC).strftime("%Y%m%dT%H%M%SZ"), 0
         while True:
-            suffix = "" if number == 1 else f".{number}"
-            sibling = self.path.with_name(f"{self.path.name}.{stamp}{suffix}")
-            try:
+            number += 1
+            sibling = self.path.with_name(f"{self.path.name}.{stamp}{f'.{number}' if number > 1 else ''}")
+            with contextlib.suppress(FileExistsError):
                 sibling.mkdir()
-            except FileExistsError:
-                number += 1
-            else:
                 return sibling
 
 

@@ -74,6 +74,25 @@ def test_a_step_that_was_done_again_takes_one_place() -> None:
     assert Retention(1, best=1).pinned([*infos, make_info(400, 3)]) == {(2, 400)}
 
 
+def test_what_was_trained_further_without_this_state_stays_until_this_has_come_as_far(place: SnapshotFolder) -> None:
+    """A node was away when the run was begun again from step 100, and comes back: all may yet go on from its own."""
+    where = {"epoch": 0, "samples_done": 0, "world_size": 1}
+
+    def save(step: int, generation: int, *restarts: tuple[str, int]) -> list[int]:
+        writer = SnapshotWriter(place, keep=2, host="a", run_uid="run", task={})
+        writer.save({"model": {}}, step=step, generation=generation, restarts=restarts, **where)
+        return sorted(info.step for info in find_snapshots(place, warn=pytest.fail))
+
+    for step in (800, 900):
+        save(step, 7)
+    for step in (200, 300, 400):
+        left = save(step, 8, ("again", 100))
+    assert left == [300, 400, 800, 900]
+    save(850, 8, ("again", 100))
+    assert save(880, 8, ("again", 100)) == [850, 880, 900]
+    assert save(910, 8, ("again", 100)) == [880, 910]
+
+
 @pytest.mark.parametrize("metric", [float("nan"), float("inf"), "0.5", [1]])
 def test_a_metric_that_is_none(metric: object) -> None:
     with pytest.raises(SnapshotDamaged, match=r"manifest\.json is wrong or incomplete"):
