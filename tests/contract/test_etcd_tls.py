@@ -109,13 +109,13 @@ def test_a_password_that_is_changed_has_the_grace_to_come_into_the_file(
     rpc, cut = import_etcd3().etcdrpc, {"timeout": PATIENCE, "metadata": root.metadata}
     root.auth_stub.UserAdd(rpc.AuthUserAddRequest(name="renewed", password="before"), **cut)
     root.auth_stub.UserGrantRole(rpc.AuthUserGrantRoleRequest(user="renewed", role="team"), **cut)
-    root = connect(secure_settings(cluster, of_root, user="root")).connections.client()[1]  # its token has gone
     connections = Connections(secure_settings(cluster, of_renewed, user="renewed"))
     EtcdStore(Etcd(connections, deadline=PATIENCE)).put("/team/renewed", "1")
+    root = connect(secure_settings(cluster, of_root, user="root")).connections.client()[1]  # its token has gone
     cut["metadata"] = root.metadata
     root.auth_stub.UserChangePassword(rpc.AuthUserChangePasswordRequest(name="renewed", password="after"), **cut)
     with pytest.raises(StoreUnreachable, match="invalid user ID or password"):
-        EtcdStore(Etcd(connections, deadline=1)).get("/team/renewed")
+        EtcdStore(Etcd(connections, deadline=3)).get("/team/renewed")  # a check takes a busy machine a second
     of_renewed.write_text("after")
     assert EtcdStore(Etcd(connections, deadline=PATIENCE)).get("/team/renewed") == "1"
 
