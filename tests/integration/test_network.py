@@ -319,7 +319,7 @@ def test_rank_0_alone_loses_etcd_and_then_another_node_falls_silent(four: Apart,
     world = four.last_world(0)
     by_rank = four.by_rank(world)
     four.network.hide(by_rank[0], [HUB_ADDRESS])
-    wait_until(lambda: "nobody finds the job there" in four.nodes[by_rank[0]].text(), "its warning", 60)
+    wait_until(lambda: "new nodes cannot find the job there" in four.nodes[by_rank[0]].text(), "its warning", 60)
     four.train(ALL)
     assert {four.last_world(index)["generation"] for index in by_rank} == {0}, "nobody re-formed"
     four.network.pull_cable(by_rank[3])

@@ -191,7 +191,7 @@ def _check_side(simulation: Simulation, side: list[Worker]) -> None:
         return
     if any(now - worker.process.ended_at < AGREE_SECONDS for worker in simulation.workers):
         return  # they go on without it, and are about to
-    entered_at = max(told.entered_at for told in simulation.worlds.values())
+    entered_at = max(told.last_entered_at for told in simulation.worlds.values())
     if now - entered_at < simulation.plan.silence_seconds + simulation.plan.work.commit_seconds:
         return  # who fell silent after its last word is found out only now
     if simulation.form.may_go_on(newest, trainers):

@@ -36,6 +36,8 @@ class Told:
     generation: int
     members: tuple[str, ...]
     entered_at: float
+    """by the first of them"""
+    last_entered_at: float
     parent: str | None = None
     branch: str = ""
     """its id, where the members have gone on beyond the laws"""
@@ -169,7 +171,9 @@ class Simulation:
 
     def note_world(self, worker: Worker, world: World, before: World | None) -> None:
         uids = tuple(member.uid for member in world.members)
-        told = self.worlds.setdefault(world.uid, Told(world.uid, world.generation, uids, self.kernel.now))
+        now = self.kernel.now
+        told = self.worlds.setdefault(world.uid, Told(world.uid, world.generation, uids, now, now))
+        told.last_entered_at = now
         if told.members != uids:
             self.fail(f"one world, two lists: {told.members} and {uids}")
         branch = worker.membership.side.branch
