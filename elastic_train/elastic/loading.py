@@ -10,6 +10,7 @@ import torch
 from elastic_train.errors import SnapshotError, first_line
 from elastic_train.storage.state_bytes import once, rebuilt
 from elastic_train.training.kept import ExtraNotLoaded
+from elastic_train.training.optimizers import rate_of
 from elastic_train.training.state import TrainState
 from elastic_train.training.state_hash import is_as_given
 from elastic_train.wording import count
@@ -71,9 +72,16 @@ def pairs(theirs: Any, ours: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
             yield from pairs(their, our)
 
 
+def all_rates(state: TrainState) -> list[float | None]:
+    """Return `state.learning_rates`, and those of the optimizers among the extras."""
+    others = state.kept.updates.optimizers[1:]
+    return state.learning_rates + [rate_of(group) for one in others for group in one.param_groups]
+
+
 def peak_rates(state: TrainState) -> list[float | None]:
-    """Return the optimizer's learning rates by group, before a scheduler of torch's or ours has changed them."""
-    groups = zip(state.optimizer.param_groups, state.learning_rates, strict=True)
+    """Return the optimizers' learning rates by group, before a scheduler of torch's or ours has changed them."""
+    all_groups = [group for one in state.kept.updates.optimizers for group in one.param_groups]
+    groups = zip(all_groups, all_rates(state), strict=True)
     return [rate if (first := group.get("initial_lr")) is None else float(first) for group, rate in groups]
 
 

@@ -7,6 +7,7 @@ import weakref
 import torch
 from torch import nn
 
+from elastic_train.elastic.loading import all_rates
 from elastic_train.elastic.worker import Worker
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.optimizers import (
@@ -42,13 +43,13 @@ class LoopHints:
         """Note that the function begins in `world`."""
         state = self._worker.state
         repeats = state.samples_done > 0 or self._begun_epoch == state.epoch
-        self._rates = state.learning_rates if repeats and world.rank == 0 else None
+        self._rates = all_rates(state) if repeats and world.rank == 0 else None
 
     def note_begun(self) -> None:
         """Note that the function has asked for a batch."""
         state, rates, self._rates = self._worker.state, self._rates, None
         self._begun_epoch = state.epoch
-        pairs = zip(rates, state.learning_rates, strict=False) if rates else ()  # to read a rate may wait for a GPU
+        pairs = zip(rates, all_rates(state), strict=False) if rates else ()  # to read a rate may wait for a GPU
         for before, now in [pair for pair in pairs if len({*pair}) > 1][:1]:
             self._worker.reporter.warn(
                 f"the function has changed the learning rate from {before} to {now} before its first batch, within "
@@ -76,12 +77,14 @@ class LoopHints:
             )
         others = torch.amp.GradScaler | AveragedWeights | torch.optim.Optimizer | nn.Module
         may_be = [one for one in state.extras.values() if not isinstance(one, others)]
-        if has_scheduler(state.optimizer) and not any(may_schedule(one, state.optimizer) for one in may_be):
-            self._worker.reporter.warn(
-                "the optimizer has a scheduler of torch's, which is not saved: it would begin anew where the run is "
-                "continued, and on each node that joins; give it to run(..., extras={'scheduler': scheduler}), or make "
-                "the learning rate a function of training.state.step"
-            )
+        for optimizer in state.kept.updates.optimizers:
+            if has_scheduler(optimizer) and not any(may_schedule(one, optimizer) for one in may_be):
+                what = "the optimizer" if optimizer is state.optimizer else f"{type(optimizer).__name__} in the extras"
+                self._worker.reporter.warn(
+                    f"{what} has a scheduler of torch's, which is not saved: it would begin anew where the run is "
+                    "continued, and on each node that joins; give it to run(..., extras={'scheduler': scheduler}), or "
+                    "make the learning rate a function of training.state.step"
+                )
         scaler = stepping_scaler()
         if scaler not in (None, state.scaler) and not any(may_hold(one, (scaler,)) for one in state.extras.values()):
             self._worker.reporter.warn(

@@ -39,7 +39,7 @@ from elastic_train.storage.run_record import (
 )
 from elastic_train.storage.snapshot import SnapshotInfo, load_state
 from elastic_train.training.collectives import gather_json
-from elastic_train.training.data_identity import ORDER_OF
+from elastic_train.training.data_identity import KIND_OF, ORDER_OF
 from elastic_train.training.state import TrainState
 from elastic_train.training.state_hash import frozen_of, hash_of, settings_hash
 from elastic_train.world import World, value_of
@@ -305,7 +305,7 @@ def require_same_task(offer: SnapshotInfo, task: Mapping[str, Any]) -> None:
 
 def _that_must_agree(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Return `one` without names of the data, and without the entries of optimizers that `other` lacks."""
-    may_lack = {name for name in one if name == NAMES or (name.startswith(ORDER_OF) and name not in other)}
+    may_lack = {name for name in one if name == NAMES or (name.startswith((ORDER_OF, KIND_OF)) and name not in other)}
     return {name: value for name, value in one.items() if name not in may_lack}
 
 

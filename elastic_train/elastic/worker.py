@@ -36,7 +36,7 @@ from elastic_train.storage.weights import initialise, require_there
 from elastic_train.system import keep_freed_memory, num_cores
 from elastic_train.training import determinism
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.data_identity import ORDER_OF, identify, identify_state
+from elastic_train.training.data_identity import KIND_OF, ORDER_OF, identify, identify_state
 from elastic_train.training.datasets import download
 from elastic_train.training.epoch_dataset import length_of
 from elastic_train.training.optimizers import build_optimizer, require_in_model, require_values
@@ -136,7 +136,7 @@ class Worker:
             "--seed": config.seed,
             "--global-batch-size": config.global_batch_size,
             "optimizer": type(self.state.optimizer).__name__,
-            **{name: value for name, value in self.identity.items() if name.startswith((ORDER_OF, NAMES))},
+            **{name: value for name, value in self.identity.items() if name.startswith((ORDER_OF, KIND_OF, NAMES))},
             **({"--virtual-ranks": config.virtual_ranks} if config.reduction == "ordered" else {}),
         }
 

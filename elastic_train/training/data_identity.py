@@ -32,8 +32,8 @@ MAX_INNER = 16
 """data sets read of one list in a data set"""
 SHOWN = 40
 """characters of a name in a message"""
-ORDER_OF = "order of the parameters of "
-"""prefix of the entry of each optimizer"""
+ORDER_OF, KIND_OF = "order of the parameters of ", "kind of "
+"""prefixes of the entries of each optimizer"""
 
 
 def identify(
@@ -82,6 +82,7 @@ def identify_state(state: TrainState) -> dict[str, str]:
     for place, optimizer in found.items():
         if isinstance(optimizer, torch.optim.Optimizer):
             order = [names.get(id(one)) for one in parameters_of(optimizer)]
+            trained[f"{KIND_OF}{place}"] = type(optimizer).__name__
             trained[f"{ORDER_OF}{place}"] = f"{count(len(order), 'parameter')} ({_digest(order)})"
             trained[f"groups of {place}"] = f"{[len(group['params']) for group in optimizer.param_groups]}"
     return {

@@ -116,6 +116,16 @@ def test_a_scheduler_that_is_not_saved(is_given: bool) -> None:
     assert len(told.warnings) == (not is_given)
 
 
+def test_a_scheduler_of_another_optimizer_that_is_not_saved() -> None:
+    other = torch.optim.Adam(nn.Linear(1, 1).parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
+    told = Told(other=other)
+    told.hints.note_stepped(ALONE, is_in_hand=True)
+    [warning] = told.warnings
+    assert warning.startswith("Adam in the extras has a scheduler of torch's, which is not saved")
+    assert scheduler.optimizer is other, "it is there yet"
+
+
 @pytest.mark.parametrize("has_read", [False, True], ids=["", "its dict is an object"])
 @pytest.mark.parametrize("is_given", [False, True])
 def test_a_scheduler_by_a_metric_that_is_not_saved(is_given: bool, has_read: bool) -> None:
@@ -255,11 +265,13 @@ def test_an_optimizer_that_the_known_one_is_made_of(is_known: bool) -> None:
     assert [line.split(" no part")[0] for line in told.warnings] == ["Adam, which trains too, is"] * (not is_known)
 
 
+@pytest.mark.parametrize("is_other", [False, True])
 @pytest.mark.parametrize("change", ["by the present rate", "by the epoch", "in the epoch"])
 @pytest.mark.parametrize("begins", ["within an epoch", "in the first step of one", "at one"])
-def test_a_rate_that_the_top_of_an_epoch_changes_a_second_time(begins: str, change: str) -> None:
-    told = Told()
-    [group] = told.optimizer.param_groups
+def test_a_rate_that_the_top_of_an_epoch_changes_a_second_time(begins: str, change: str, is_other: bool) -> None:
+    other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    told = Told(other=other)
+    [group] = (other if is_other else told.optimizer).param_groups
     state = told.hints._worker.state
     if begins == "in the first step of one":  # a peer was lost in it
         told.hints.enter(ALONE)

@@ -21,7 +21,7 @@ from elastic_train.elastic.world_report import describe_optimizer
 from elastic_train.errors import SnapshotError, TaskMismatch
 from elastic_train.rules import NAMES
 from elastic_train.runlog.goodput import Phase, PhaseClock
-from elastic_train.training.data_identity import ORDER_OF
+from elastic_train.training.data_identity import KIND_OF, ORDER_OF, identify_state
 from elastic_train.training.state import TrainState
 from elastic_train.training.state_hash import settings_hash
 from tests.unit.test_quarantined import report_of
@@ -106,6 +106,36 @@ def test_a_snapshot_whose_moments_are_in_another_order_is_refused(held: dict[str
     task = {"task": 1, f"{ORDER_OF}main": 1} | ({f"{ORDER_OF}judge": 1} if is_refused else {})
     with pytest.raises(TaskMismatch, match="order of the parameters of") if is_refused else nullcontext():
         restore.require_same_task(offer, task)
+
+
+def test_a_snapshot_of_another_kind_of_optimizer_among_the_extras_is_refused() -> None:
+    """torch would take over what the other kind had, as AdamW a weight decay of 0."""
+
+    def task(kind: type[torch.optim.Adam]) -> dict[str, Any]:
+        judge = kind(nn.Linear(1, 1).parameters())
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        extras = {"judge": judge}
+        state = TrainState(model, optimizer, length=8, global_batch_size=8, epochs=9, extras=extras)
+        return {name: value for name, value in identify_state(state).items() if name.startswith((ORDER_OF, KIND_OF))}
+
+    offer: Any = SimpleNamespace(path=Path("a"), task=task(torch.optim.Adam))
+    restore.require_same_task(offer, task(torch.optim.Adam))
+    with pytest.raises(TaskMismatch, match=r"kind of extras\['judge'\] 'Adam', this start has 'AdamW'"):
+        restore.require_same_task(offer, task(torch.optim.AdamW))
+
+
+def test_another_rate_of_an_optimizer_among_the_extras_is_told() -> None:
+    def state(lr: float) -> TrainState:
+        model = nn.Linear(1, 1)
+        optimizer, judge = (torch.optim.SGD(one.parameters(), lr=rate) for one, rate in ((model, 0.1), (model, lr)))
+        return TrainState(model, optimizer, length=8, global_batch_size=8, epochs=9, extras={"judge": judge})
+
+    now = state(0.3)
+    started = peak_rates(now)
+    now.load_state_dict(state(0.2).state_dict())
+    expected = "the run's learning rate 0.1, 0.2 is used, not this start's 0.1, 0.3"
+    assert other_rates(started, peak_rates(now)) == expected
 
 
 @pytest.mark.parametrize("is_scheduled", [False, True])
