@@ -151,5 +151,8 @@ def may_hold(one: object, objects: Iterable[object]) -> bool:
         if len(seen) == OBJECTS_LOOKED_AT:
             return True
         seen.add(id(here))
-        waiting += here.__closure__ or () if isinstance(here, types.FunctionType) else gc.get_referents(here)
+        if isinstance(here, torch.optim.Optimizer):  # our hooks lead to the whole state
+            waiting += [value for name, value in vars(here).items() if not name.endswith("_hooks")]
+        else:
+            waiting += here.__closure__ or () if isinstance(here, types.FunctionType) else gc.get_referents(here)
     return False

@@ -117,9 +117,13 @@ def test_a_scheduler_that_is_not_saved(is_given: bool) -> None:
 
 
 def test_a_scheduler_of_another_optimizer_that_is_not_saved() -> None:
+    """Though that of the first one is, which leads to the whole state by our hooks."""
     other = torch.optim.Adam(nn.Linear(1, 1).parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
     told = Told(other=other)
+    state = told.hints._worker.state
+    state.kept.updates.call_before_steps(lambda *_: state.extras["none"])  # type: ignore[arg-type,return-value]
+    state.extras["scheduler"] = torch.optim.lr_scheduler.StepLR(told.optimizer, 1)
     told.hints.note_stepped(ALONE, is_in_hand=True)
     [warning] = told.warnings
     assert warning.startswith("Adam in the extras has a scheduler of torch's, which is not saved")
