@@ -16,7 +16,7 @@ def planned_steps(length: int, batch: int, epochs: int, max_steps: int | None) -
 def planned_steps(length: int | None, batch: int | None, epochs: int | None, max_steps: int | None) -> int | None: ...
 def planned_steps(length: int | None, batch: int | None, epochs: int | None, max_steps: int | None) -> int | None:
     """Return the number of committed steps after which training is finished; `max_steps` if another is unknown."""
-    if not length or not batch or epochs is None:
+    if length is None or not batch or epochs is None:
         return max_steps
     steps = epochs * steps_per_epoch(length, batch)
     return steps if max_steps is None else min(steps, max_steps)

@@ -92,6 +92,7 @@ class TestPosition:
     def test_training_ends_at_epochs_or_steps_whichever_comes_first(self, flags: dict[str, Any], steps: int) -> None:
         assert planned_steps(LENGTH, BATCH, flags["epochs"], flags.get("max_steps")) == steps
         assert planned_steps(None, BATCH, flags["epochs"], flags.get("max_steps")) == flags.get("max_steps"), "unknown"
+        assert planned_steps(0, BATCH, flags["epochs"], flags.get("max_steps")) == 0, "no data: nothing to train"
 
 
 class TestSchedule:
