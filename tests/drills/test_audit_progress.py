@@ -162,6 +162,8 @@ def test_a_torn_event(run_dir: Path) -> None:
         ("step", "step", None, "has no step"),
         ("step", "time", "late", "has a wrong time"),
         ("step", "time", math.nan, "has a wrong time"),
+        pytest.param("step", "time", 10**400, "has a wrong time", id="no float"),
+        ("warning", "discarded", "x", "has a wrong discarded"),
         ("step", "event", None, "has no event"),
         ("world", "members", 3, "has a wrong members"),
         ("world", "generation", None, "has no generation"),
@@ -172,7 +174,8 @@ def test_a_torn_event(run_dir: Path) -> None:
     ],
 )
 def test_an_event_without_what_it_needs(event: str, field: str, value: object, told: str, run_dir: Path) -> None:
-    line = next(line for line in read_all(events_of(run_dir)) if line["event"] == event)
+    lines = read_all(events_of(run_dir))
+    line = next((line for line in lines if line["event"] == event), {**lines[-1], "event": event})
     edit_lines(events_of(run_dir), lambda lines: [*lines, {**line, field: value}])
     assert only_failure(run_dir, "steps") == f"steps: events/a-0-11.jsonl: line 14 {told}"
 
@@ -192,9 +195,22 @@ def test_a_run_whose_only_steps_cannot_be_read(run_dir: Path) -> None:
     assert "steps: events/a-0-11.jsonl: line 4 has no epoch" in audit(run_dir).reasons
 
 
-def test_samples_without_what_they_need(run_dir: Path) -> None:
-    change(ledger_of(run_dir), lambda line: bool(line["step"] == 3), indices=None)
-    assert "ledger: ledger/a-0-11.jsonl: line 3 has no indices" in audit(run_dir).reasons
+@pytest.mark.parametrize(("indices", "told"), [(None, "no indices"), (3, "a wrong indices"), ([{}], "wrong indices")])
+def test_samples_without_what_they_need(indices: object, told: str, run_dir: Path) -> None:
+    change(ledger_of(run_dir), lambda line: bool(line["step"] == 3), indices=indices)
+    assert f"ledger: ledger/a-0-11.jsonl: line 3 has {told}" in audit(run_dir).reasons
+
+
+def test_an_event_without_a_generation_is_of_no_world(run_dir: Path) -> None:
+    lines = read_all(events_of(run_dir))
+    event = {name: value for name, value in lines[-1].items() if name != "generation"} | {"event": "evaluation"}
+    edit_lines(events_of(run_dir), lambda lines: [*lines, event])
+    assert audit(run_dir).passed
+
+
+def test_members_that_are_no_names(run_dir: Path) -> None:
+    change(events_of(run_dir), is_second_world, lost_members=[{}])
+    assert "generations: generation 1 names c/0/13, {} as gone, but c/0/13 are" in audit(run_dir).reasons
 
 
 def test_a_line_that_a_kill_cut_off_is_no_finding_of_its_own(run_dir: Path) -> None:
@@ -267,6 +283,13 @@ def test_samples_that_are_none_of_the_data(run_dir: Path) -> None:
         "ledger: epoch 0: samples 0, 3, 4 and 1 more never used",
         f"ledger: epoch 0: samples -1, {LENGTH}, {2**40} of a data set of {LENGTH}",
     ]
+
+
+@pytest.mark.parametrize(("name", "field"), [("config", "global_batch_size"), ("task", "train_length")])
+def test_a_start_with_nothing_to_train_on(name: str, field: str, run_dir: Path) -> None:
+    for member in MEMBERS:
+        change(events_of(run_dir, member), lambda line: bool(line["event"] == "start"), **{name: {field: 0}})
+    assert verdicts(audit(run_dir))["ledger"] is CheckOutcome.SKIPPED
 
 
 def test_a_large_ledger_takes_a_few_bytes_for_a_sample(tmp_path: Path) -> None:

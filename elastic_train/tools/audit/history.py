@@ -126,17 +126,16 @@ class History:
     @cached_property
     def config(self) -> Line:
         """The flags of the newest start."""
-        return dict(self.starts[-1].get("config") or {}) if self.starts else {}
+        return dict_of(self.starts[-1], "config") if self.starts else {}
 
     @cached_property
     def length(self) -> int | None:
         """Samples per epoch."""
-        return next((n for s in self.starts if (n := int_of(dict_of(s, "task"), "train_length")) is not None), None)
+        return next((n for s in self.starts if (n := int_of(dict_of(s, "task"), "train_length"))), None)
 
     @cached_property
     def batch(self) -> int | None:
-        value = self.config.get("global_batch_size")
-        return int(value) if isinstance(value, int) else None
+        return int_of(self.config, "global_batch_size") or None
 
     @property
     def snapshot_folder(self) -> Path:
@@ -176,7 +175,7 @@ class History:
 
     def _voided(self, found: Sequence[Step]) -> set[tuple[int, int, str]]:
         """(generation, step, writer) of steps that a left-out member took back and that another member wrote."""
-        lines = [(void, line["writer"]) for line in self.of("warning") for void in line.get("void", ())]
+        lines = [(void, line["writer"]) for line in self.of("warning") for void in line.get("void") or ()]
         return {
             (int(void["generation"]), int(void["step"]), member)
             for void, member in lines
@@ -275,7 +274,7 @@ class History:
     def ends(self) -> list[Line]:
         """The `done` events of the newest world's members."""
         newest = {(member, world.generation) for world in self.worlds[-1:] for member in world.members}
-        return [line for line in self.of("done") if (line["writer"], line.get("generation")) in newest]
+        return [line for line in self.of("done") if (line["writer"], line["generation"]) in newest]
 
     @cached_property
     def outcomes(self) -> dict[str, str]:
@@ -316,9 +315,9 @@ def _world(generation: int, lines: list[Line], restores: Mapping[str, tuple[str,
         stood_by=frozenset(line["writer"] for line in lines),
         stood={line["clock"]: float(line["time"]) for line in sorted(lines, key=itemgetter("time"))},
         steps=tuple(sorted({int(line["step"]) for line in lines})),
-        lost=frozenset(member for line in lines for member in line.get("lost_members") or ()),
-        left=frozenset(member for line in lines for member in line.get("left_members") or ()),
-        joined=frozenset(member for line in lines for member in line.get("joined_members") or ()),
+        lost=frozenset(str(member) for line in lines for member in line.get("lost_members") or ()),
+        left=frozenset(str(member) for line in lines for member in line.get("left_members") or ()),
+        joined=frozenset(str(member) for line in lines for member in line.get("joined_members") or ()),
         seconds={name: float(value) for name, value in dict_of(first, "seconds").items()},
         restores=restores,
     )

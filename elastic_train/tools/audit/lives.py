@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
+from typing import Any
 
 from elastic_train.runlog.reader import Line, float_of, member_of, read_with_torn
 
@@ -93,7 +93,7 @@ class Life:
         first, last = self.spans.get(clock, (time, time))
         self.spans[clock] = (min(first, time), max(last, time))
         if line["event"] != "step":
-            self.lines.append({**line, "writer": self.member, "clock": clock})
+            self.lines.append({"generation": None, **line, "writer": self.member, "clock": clock})
             return
         self.steps.append(
             Step(
@@ -138,7 +138,7 @@ def lives_of(path: Path, torn: list[str], clocks: Clocks) -> list[Life]:
 
 
 def ledger_of(path: Path, torn: list[str]) -> Iterator[LedgerLine]:
-    """Yield the lines of a ledger, with the indices in a ninth of the memory; as they are if one is no index.
+    """Yield the lines of a ledger, with the indices in a ninth of the memory; as they are if one is too large.
 
     Args:
         torn: gets the lines that cannot be read, as `file: what`.
@@ -148,17 +148,16 @@ def ledger_of(path: Path, torn: list[str]) -> Iterator[LedgerLine]:
     member = member_of(path)
     for line in _sound_lines(path, torn):
         indices: Sequence[int] = line["indices"]
-        with contextlib.suppress(TypeError, OverflowError):
+        with contextlib.suppress(OverflowError):
             indices = array("i", indices)
         yield LedgerLine(line["step"], line["generation"], line["epoch"], line["rank"], indices, member)
 
 
-_Kind = type | tuple[type, ...]
-_OF_SAMPLES: dict[str, _Kind] = {"step": int, "generation": int, "epoch": int, "rank": int, "indices": list}
-_OF_ANY: dict[str, _Kind] = {"time": (int, float), "event": str, "generation": (int, NoneType), "step": int}
-_OF_LOSS = dict.fromkeys(("lost_members", "left_members", "joined_members"), (list, NoneType))
+_OF_SAMPLES: dict[str, Any] = {"step": int, "generation": int, "epoch": int, "rank": int, "indices": list}
+_OF_ANY: dict[str, Any] = {"time": float, "event": str, "generation": int | None, "step": int}
+_OF_LOSS = dict.fromkeys(("lost_members", "left_members", "joined_members"), list | None)
 _OF_EVENT = {
-    "start": _OF_ANY | {"config": (dict, NoneType), "task": (dict, NoneType)},
+    "start": _OF_ANY | {"config": dict | None, "task": dict | None},
     "world": _OF_ANY | _OF_LOSS | {"generation": int, "rank": int, "cause": str, "members": list},
     "peer_lost": _OF_ANY | _OF_LOSS,
     "restore": _OF_ANY | {"generation": int, "source": str, "restored_step": int},
@@ -166,24 +165,24 @@ _OF_EVENT = {
     "snapshot": _OF_ANY | {"generation": int, "snapshot_step": int, "path": str},
     "ledger": _OF_ANY | {"generation": int},
     "done": _OF_ANY | {"rank": int, "outcome": str},
+    "warning": _OF_ANY | {"void": list | None, "discarded": dict | None},
 }
 """event -> the fields that its checks read, and their types; those that may be None are missing in older versions"""
 
 
 def _sound_lines(path: Path, torn: list[str]) -> Iterator[Line]:
-    name = f"{path.parent.name}/{path.name}"
     is_ledger = path.parent.name == "ledger"
 
     def fault_of(line: Line) -> str | None:
         fields = _OF_SAMPLES if is_ledger else _OF_EVENT.get(str(line.get("event")), _OF_ANY)
-        for field_name, kind in fields.items():
-            if not isinstance(value := line.get(field_name), kind) or value != value:  # NaN
-                return f"has {'no' if value is None else 'a wrong'} {field_name}"
-        return None
+        for name, kind in fields.items():
+            if float_of(line, name) is None if kind is float else not isinstance(line.get(name), kind):
+                return f"has {'no' if line.get(name) is None else 'a wrong'} {name}"
+        return "has wrong indices" if is_ledger and not {int}.issuperset(map(type, line["indices"])) else None
 
     found: dict[int, str] = {}
     yield from read_with_torn(path, found, fault_of)
-    torn += [f"{name}: line {number} {what}" for number, what in found.items()]
+    torn += [f"{path.parent.name}/{path.name}: line {number} {what}" for number, what in found.items()]
 
 
 def of_one_run(lives: Sequence[Life], ledger: Sequence[LedgerLine]) -> tuple[list[Life], list[LedgerLine]]:

@@ -144,8 +144,8 @@ class _EpochUse:
         """Add the indices of one step, one sequence per rank."""
         parts = []
         for indices in of_ranks:
-            if not isinstance(indices, array):  # some overflow, or are no integers
-                numbers = [index for index in indices if isinstance(index, int) and 0 <= index < self._length]
+            if not isinstance(indices, array):  # some overflow
+                numbers = [index for index in indices if 0 <= index < self._length]
                 self._strange += Counter(indices) - Counter(numbers)
                 indices = array("q", numbers)
             parts.append(np.asarray(indices))
