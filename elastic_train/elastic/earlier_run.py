@@ -87,7 +87,6 @@ class EarlierRun:
         seen = [self._traces.generation, *(offer.generation for offer in self._offers)]
         seen += [] if self._owner is None else [self._owner.generation]
         newest = max(((offer.generation, offer.step) for offer in self._offers), key=itemgetter(1, 0), default=None)
-        run_uid = membership.published("run_uid")
         world = membership.first_world(
             Member(
                 host=worker.host,
@@ -107,7 +106,6 @@ class EarlierRun:
             ),
             lambda theirs: require_line(self._offers if self._back is None else (), theirs),
         )
-        self._awaited = None if membership.came_later else run_uid
         self._files.take_token(membership.published("job_token") or self._files.job_token)
         return world
 
@@ -211,7 +209,7 @@ class EarlierRun:
             task=worker.must_agree_with_snapshot(),
             run_uid=self._run_uid,
             lost=lost,
-            awaited=self._awaited,
+            awaited=self._membership.awaited,
             record=self._record,
             past=lambda: self._past(self._own_past(world)),
             own_past=lambda: self._own_past(world),

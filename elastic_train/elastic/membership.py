@@ -201,6 +201,8 @@ class Membership:
         """whether a world with this worker in it was settled"""
         self.came_later = False
         """whether others of this job trained before this worker was admitted"""
+        self.awaited: str | None = None
+        """uid of the run of the newest job in whose join queue this worker has waited in vain"""
         self.at_last: Callable[[], str] = lambda: "there is nothing to save"
         """called before the process ends without its training thread; returns a line for the user"""
         self.arrival = Arrival(
@@ -252,12 +254,14 @@ class Membership:
             reference = self.published("agreement")
             if reference is not None:
                 require_agreement(me.agreement, json.loads(reference))
+                self.awaited = self.published("run_uid")  # at each look: that job may have begun after this worker came
             if self.side.may_branch and (said := self.job.facts.host_says(POSITION)) is not None:
                 require(from_json(Position, said))
             self.joins.consider_invitation()
 
         place = self.arrival.wait_in_queue(Waiting(me, self._local_world_size, self._order), look)
         self.came_later = place.came_later
+        self.awaited = None if place.came_later else self.awaited
         self._enter(place.world, place.facts, None)
         return place.world
 

@@ -169,7 +169,7 @@ class Entrance:
         """numbers up to `_num_seen` whose entry is not written yet, each with the time until which it is awaited"""
         self._queue: dict[str, Waiting] = {}
         self.is_first = True
-        """whether there was no world when this worker found the queue"""
+        """whether there was no world in the job whose queue this worker found, as far as it knows"""
 
     @property
     def host_store(self) -> KeyValueStore | None:
@@ -245,6 +245,7 @@ class Entrance:
                 if told is not None:
                     self._own.create("admitted", told)
                 if members is not None:
+                    self.is_first = False
                     self._note_job(stores_in(members))
                 if over is not None:  # the host tells each newcomer only once, which may have failed
                     self._own.put("over", over)

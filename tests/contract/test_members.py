@@ -174,6 +174,16 @@ def test_one_that_was_silent_is_left_out(members: Members) -> None:
         members.next_worlds([late])
 
 
+def test_a_newcomer_knows_the_run_that_was_named_while_it_waited(members: Members) -> None:
+    """It came before the first world, which had no place for it: what is trained of that run is on others' disks."""
+    worlds = begin(members)
+    members.first_world(7)
+    first = members.of[worlds[0].me.pid]
+    wait_until(first.job.queue, "the newcomer waits", PATIENCE)
+    first.agreed_once("run_uid", "r")
+    wait_until(lambda: members.of[7].awaited == "r", "it has heard of the run", PATIENCE)
+
+
 def test_a_newcomer_learns_that_the_job_is_over(members: Members) -> None:
     worlds = begin(members)
     newcomer = members.first_world(7)

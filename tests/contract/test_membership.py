@@ -180,15 +180,22 @@ def joined(form: Form) -> tuple[list[PeerJob], list[World], tuple[PeerJob, World
     return jobs, following, (newcomer, place.world)
 
 
-def test_who_has_waited_for_a_job_that_cannot_be_reached_begins_another_one() -> None:
-    """Two of one name would never find each other."""
+@pytest.mark.parametrize("is_early", [False, True])
+def test_who_has_waited_for_a_job_that_cannot_be_reached_begins_another_one(is_early: bool) -> None:
+    """Two of one name would never find each other. It may have come before the first world, which had no place."""
     form = PeersInMemory()
-    jobs, _worlds = begin(form)
+    jobs, worlds = begin(form)
     token = jobs[0].facts.create("job_token", "the first")
     form.finds = [("host", 0)]
     newcomer = form.job(7)
     newcomer.entrance._size = Size(1, 8, 0.0, silence=0.0)
+    if is_early:
+        form._stores["host", 0].delete("begun")
     assert eventually(form, newcomer.entrance.find)
+    jobs[0].tend(worlds[0])
+    for _ in range(9):
+        newcomer.look_from_queue(Waiting(form.member(7), 1))
+        form.pass_time()
     assert newcomer.facts.create("job_token", "mine") == token
     jobs[0].facts.create("run_uid", "r")
     assert newcomer.facts.find("run_uid") == "r"

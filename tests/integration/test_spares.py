@@ -81,18 +81,25 @@ def test_who_waited_to_be_admitted_goes_on_from_what_was_saved_meanwhile(cluster
 
 
 @pytest.mark.slow
-def test_who_waited_to_be_admitted_does_not_begin_anew_what_lies_on_the_disk_of_the_dead(cluster: Cluster) -> None:
-    """It would take the run's name, and the snapshots of the other one would go with that one's return."""
-    mine, theirs = cluster.path / "mine", cluster.path / "theirs"
+@pytest.mark.parametrize("is_early", [False, True])
+def test_who_waited_to_be_admitted_does_not_begin_anew_what_lies_on_the_disk_of_the_dead(
+    cluster: Cluster, is_early: bool
+) -> None:
+    """It would take the run's name, and the snapshots of the other one would go with that one's return. `is_early`: it
+    came with the other one, and the run had no name yet."""
+    dirs = cluster.path / "one", cluster.path / "two"
     flags = (*ENDLESS, "--snapshot-every", "10")
-    [first] = cluster.start(*flags, nodes=1, nnodes="1:1", run_dir=theirs)
-    wait_for_step(theirs, 25)
-    [second] = cluster.start(*flags, nodes=1, nnodes="1:1", run_dir=mine)
+    nodes = cluster.start(*flags, nodes=1, nnodes="1:1", run_dir=dirs[0])
+    if not is_early:
+        wait_for_step(dirs[0], 25)
+    nodes += cluster.start(*flags, nodes=1, nnodes="1:1", run_dir=dirs[1])
+    first = wait_until(lambda: next((i for i in (0, 1) if last_step(dirs[i]) >= 25), -1) + 1, "a step", 120) - 1
+    second = nodes[1 - first]
     wait_until(lambda: "this one waits for a place" in second.text(), "the second in the queue", 60)
-    first.kill()
+    nodes[first].kill()
     assert second.wait(60) == 1
     assert "all workers that had the state are gone, and no snapshot of their run can be seen here" in second.text()
-    assert events(mine, "restore") == []
+    assert events(dirs[1 - first], "restore") == []
 
 
 @pytest.mark.slow
