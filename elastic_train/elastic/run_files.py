@@ -99,6 +99,7 @@ class RunFiles:
         """Take the world's token: that of the first host of this worker's join queue may be another one."""
         if token != self.job_token:
             self._worker.directory.ownership.release()  # --fresh has claimed it
+            self._worker.directory.identity(token)  # who comes later and shares it finds the same name
             self.job_token = token
 
     def check_owner(self, generation: int) -> None:

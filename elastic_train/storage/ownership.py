@@ -221,11 +221,12 @@ class Ownership:
         if self._lock_fd is None or self._token is None:
             return False
         try:
-            return os.path.samestat(os.fstat(self._lock_fd), self._owner_lock_path(self._token).stat())
+            return os.path.samestat(os.fstat(self._lock_fd), self.lock_path(self._token).stat())
         except OSError:  # the file was deleted, or a file server has forgotten it
             return False
 
-    def _owner_lock_path(self, token: str) -> Path:
+    def lock_path(self, token: str) -> Path:
+        """The lock of a job, which stays until the next job claims the directory."""
         return self._path / f".owner-{token}.lock"
 
     @contextlib.contextmanager
@@ -301,11 +302,11 @@ class Ownership:
             raise self._gone(generation)
 
     def _lock_job(self, job_token: str, host: str) -> None:
-        fd = open_for_lock(self._owner_lock_path(job_token))
+        fd = open_for_lock(self.lock_path(job_token))
         try:
             # Exclusive locks on it are only tried under the claim lock, which we hold: this cannot fail for long.
             if not try_flock(fd, fcntl.LOCK_SH):
-                raise OSError(errno.EWOULDBLOCK, f"{self._owner_lock_path(job_token).name} is locked exclusively")
+                raise OSError(errno.EWOULDBLOCK, f"{self.lock_path(job_token).name} is locked exclusively")
             _, started = process_stat(os.getpid())
             line = json.dumps({"host": host, "pid": os.getpid(), "time": self._now(), "started": started})
             os.lseek(fd, 0, os.SEEK_END)

@@ -173,8 +173,10 @@ class RunDirectory:
                 with contextlib.suppress(FileExistsError):
                     create_once(path, (self._known_identity or secrets.token_hex(_IDENTITY_LENGTH // 2)).encode())
                 for other in self.path.glob(f"{_IDENTITY}*"):
+                    lock = self.ownership.lock_path(other.name.removeprefix(f"{_IDENTITY}-"))
                     with contextlib.suppress(OSError):  # another user's, or gone
-                        if other.stat().st_mtime < path.stat().st_mtime - 60:  # else it may be about to be read
+                        # Else its job may live and be joined, or it may be about to be read.
+                        if not lock.exists() and other.stat().st_mtime < path.stat().st_mtime - 60:
                             other.unlink()
             deadline = time.monotonic() + timeout.total_seconds()
             while len(data := path.read_bytes()) < _IDENTITY_LENGTH and time.monotonic() < deadline:

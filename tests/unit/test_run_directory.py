@@ -722,6 +722,20 @@ def test_copies_of_a_directory_are_several(tmp_path: Path) -> None:
     assert sorted(path.name for path in one.path.iterdir()) == [".claim.lock", ".directory-id-next"]
 
 
+def test_the_name_stays_as_long_as_its_job(tmp_path: Path) -> None:
+    """One that joins it would pass for a node with a directory of its own if a start of another job had removed it."""
+    one = RunDirectory(tmp_path)
+    name = one.identity("job")
+    one.ownership.claim("job", 0, HOST)
+    os.utime(tmp_path / ".directory-id-job", (0, 0))
+    RunDirectory(tmp_path).identity("refused")
+    assert RunDirectory(tmp_path).identity("job") == name
+    one.ownership.release()
+    RunDirectory(tmp_path).ownership.claim("next", 0, HOST)
+    RunDirectory(tmp_path).identity("next")
+    assert not (tmp_path / ".directory-id-job").exists()
+
+
 def refuse_links(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def refuse(*_paths: Path) -> None:
         raise OSError(code, os.strerror(code))

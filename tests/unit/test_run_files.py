@@ -64,6 +64,13 @@ def test_nobody_waits_for_a_disk_before_something_is_written(disk: SlowDisk) -> 
     assert owner.generation == 3
 
 
+def test_who_shares_the_directory_and_comes_to_a_job_that_was_renamed_sees_so(disk: SlowDisk) -> None:
+    """Who waited for a job that is gone begins one of another name, and both would save for all."""
+    name = disk.directory.identity("job")
+    disk.files.take_token("renamed")
+    assert RunDirectory(disk.directory.path).identity("renamed") == name
+
+
 def test_a_run_directory_that_fails_keeps_no_snapshot_from_a_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
