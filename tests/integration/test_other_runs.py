@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,8 @@ TIMES = ("--snapshot-every", "10", "--eval-every", "1000")
 FLAGS = ("--model", "mlp", *TIMES)
 
 
-def train(cluster: Cluster, run_dir: Path, steps: int, *flags: str, what: tuple[str, ...] = ("--model", "mlp")) -> str:
-    node = cluster.start_alone(*what, *TIMES, "--max-steps", str(steps), *flags, run_dir=run_dir)
+def train(cluster: Cluster, run_dir: Path, steps: int, *flags: str) -> str:
+    node = cluster.start_alone(*FLAGS, "--max-steps", str(steps), *flags, run_dir=run_dir)
     cluster.finish([node])
     return node.text()
 
@@ -114,16 +115,16 @@ def test_an_absent_node_does_not_bring_back_the_run_that_fresh_has_replaced(clus
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # on a busy machine each start takes a minute
 @pytest.mark.parametrize(("others", "remedy"), [(20, "are done again. To go on from that"), (80, "were done again")])
 def test_a_node_that_comes_too_late_with_newer_steps_says_so(cluster: Cluster, others: int, remedy: str) -> None:
     """Without a directory in common the others could not know, and do those steps again, or have done them."""
     here, there, pace = cluster.path / "here", cluster.path / "there", cluster.path / "pace"
     task = ("--task", "elastic_train.tools.drills.task:PacedDigits")
-    train(cluster, here, 20, what=task)
+    alone = partial(cluster.start_alone, *task, *TIMES, "--max-steps")
+    cluster.finish([alone("20", run_dir=here)])
     shutil.copytree(here, there)
-    train(cluster, there, 60, what=task)
-    if others > 20:
-        train(cluster, here, others, what=task)
+    cluster.finish([alone("60", run_dir=there), *([alone(f"{others}", run_dir=here)] if others > 20 else [])])
     set_pace(pace, 0.05)  # seconds per sample: the other one comes long before the next 40 steps
     flags, env = (*task, *TIMES, "--max-steps", f"{others + 60}"), {PACE_VARIABLE: str(pace)}
     nodes = cluster.start(*flags, run_dir=here, env=env, nnodes="1:2")
