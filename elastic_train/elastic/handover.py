@@ -321,7 +321,7 @@ def put_together(skeleton: Any, tensors: Sequence[Tensor], mine: Mapping[str, Te
         for key, value in skeleton.items():
             found[key] = put_together(value, tensors, mine)
         if isinstance(skeleton, OrderedDict):
-            vars(found).update(vars(skeleton))
+            vars(found).update(put_together(vars(skeleton), tensors, mine))
         return found
     if isinstance(skeleton, list | tuple):
         return type(skeleton)(put_together(value, tensors, mine) for value in skeleton)

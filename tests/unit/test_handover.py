@@ -220,7 +220,12 @@ class Grown(nn.Module):
         self.weight = nn.Parameter(torch.ones(40, 40))
         self.register_buffer("mask", torch.eye(3).to_sparse())
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination._metadata[prefix[:-1]]["scale"] = torch.ones(3)
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        assert torch.equal(local_metadata["scale"], torch.ones(3)), "beside the version, as it was noted"
         if local_metadata.get("version") is None:
             state_dict[prefix + "weight"] = -state_dict[prefix + "weight"]
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
