@@ -35,9 +35,10 @@ CONNECT_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),  # the default, 2 minutes, would hide a member that is back
     ("grpc.max_receive_message_length", 64 * 2**20),
     # One name for all members may lead to another one since this one lost its power: only pings show that a connection
-    # is dead. etcd refuses more than one in 5 s, and any between calls. The timeout's default is a minute, the grace.
+    # is dead. etcd refuses more than one in 5 s, and any between calls. One that checks many passwords answers after
+    # seconds, and would begin each check anew. The timeout's default is a minute, the grace.
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.enable_http_proxy", 0),  # ignores http_proxy and https_proxy, which are for the web
 )
 
