@@ -183,6 +183,7 @@ class HostBuffers:
         try:
             self._buffers[index : index + 1] = [self._allocate(tensor)]
         except RuntimeError as error:
+            self._buffers, self._sources = [], []  # the training goes on, and needs what there is
             raise SnapshotError(f"there is no memory for a copy of it: {first_line(error)}") from error
         self._sources[index : index + 1] = [self._shape(tensor)]
 

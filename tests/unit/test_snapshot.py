@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import io
 import json
@@ -14,11 +15,12 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -158,6 +160,27 @@ def annotated() -> Any:
     state: Any = torch.nn.ReLU().state_dict()
     state._metadata[""]["by"] = threading.Thread()
     return state
+
+
+def test_a_copy_that_there_is_no_memory_for_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training goes on, and needs the rest."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        if held:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        buffer = torch.empty_like(tensor)
+        held.append(weakref.ref(buffer))
+        return buffer
+
+    buffers = HostBuffers()
+    with monkeypatch.context() as patch:
+        patch.setattr(HostBuffers, "_allocate", staticmethod(allocate))
+        with suppress(SnapshotError):
+            buffers.copy({"a": torch.ones(2), "b": torch.ones(3)})
+    gc.collect()
+    assert held[0]() is None
+    assert buffers.copy({"b": torch.ones(3)})["b"].tolist() == [1, 1, 1]
 
 
 def test_a_view_does_not_bring_its_storage_along() -> None:
