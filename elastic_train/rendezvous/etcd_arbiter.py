@@ -56,7 +56,7 @@ class Keys:
 
     def remove(self, name: str) -> None:
         with self._keys() as (store, prefix):
-            store.etcd.delete(prefix + name)
+            store.delete(prefix + name)
 
     def names(self) -> list[str]:
         with self._keys() as (store, prefix):

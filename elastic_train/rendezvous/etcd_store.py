@@ -66,6 +66,9 @@ class EtcdStore:
         """Return the same store with another lease for its keys."""
         return replace(self, lease=lease)
 
+    def delete(self, key: str) -> None:
+        self.etcd.delete(key)
+
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def _write(self, conditions: Sequence[object], key: str, stamped: bytes) -> Entry | None:
