@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import types
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -128,14 +128,12 @@ class Connections:
                 made = answer_of(partial(self._connect, self.settings.endpoints[index]), "etcd-client")
                 self._clients[index] = made, files
             made, _ = self._clients[index]
-        try:
-            return index, made.result(ATTEMPT_SECONDS)
-        except TimeoutError as error:
+        if not wait([made], ATTEMPT_SECONDS).done:
             self.rotate(index)
-            raise Transient("it has not authenticated this process yet") from error
-        except Exception:
-            self.drop(index, None)
-            raise
+            raise Transient("it has not authenticated this process yet")
+        if made.exception() is not None:
+            self._forget(index, made)
+        return index, made.result()
 
     def _connect(self, endpoint: str) -> Any:
         settings = self.settings
@@ -184,12 +182,18 @@ class Connections:
         return None
 
     def drop(self, index: int, client: Any) -> None:
-        """Drop a client whose token is refused; None: one that could not be made. The next call makes a new one."""
+        """Drop a client whose token is refused; the next call makes a new one."""
         with self._lock:
             made, _ = self._clients.get(index, (None, ()))
-            if made is not None and made.done() and (None if made.exception() else made.result()) is client:
+        if made is not None and made.done() and made.exception() is None and made.result() is client:
+            self._forget(index, made)
+            client.close()
+
+    def _forget(self, index: int, made: Future[Any]) -> None:
+        """Let the next call make a client anew. No-op if another thread has made one meanwhile."""
+        with self._lock:
+            if self._clients.get(index, (None, ()))[0] is made:
                 del self._clients[index]
-                _close(made)
 
     def close(self) -> None:
         with self._lock:
