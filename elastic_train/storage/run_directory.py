@@ -264,13 +264,15 @@ class RunDirectory:
                 yield path.stat().st_mtime, path
 
     def _make_sibling(self) -> Path:
-        stamp, number = datetime.fromtimestamp(self._now(), UTC).strftime("%Y%m%dT%H%M%SZ"), 0
+        stamp = datetime.fromtimestamp(self._now(), UTC).strftime("%Y%m%dT%H%M%SZ")
+        number = 1
         while True:
-            number += 1
-            sibling = self.path.with_name(f"{self.path.name}.{stamp}{f'.{number}' if number > 1 else ''}")
+            suffix = "" if number == 1 else f".{number}"
+            sibling = self.path.with_name(f"{self.path.name}.{stamp}{suffix}")
             with contextlib.suppress(FileExistsError):
                 sibling.mkdir()
                 return sibling
+            number += 1
 
 
 def _is_of_claim(entry: Path) -> bool:
