@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_train.elastic.restore import Restored, restore
+from elastic_train.elastic.restore import Restored
 from elastic_train.errors import SnapshotError
 from elastic_train.storage.past_snapshots import PastSnapshots, Reached, read_past_snapshots, require_none_written
 from elastic_train.storage.run_record import RunRecord
 from elastic_train.training.state import TrainState
 from elastic_train.world import World, value_of
+from tests.unit.test_restore_from_bucket import restore_at_start
 from tests.unit.test_world import member
 
 NOTHING = PastSnapshots(None, None, "")
@@ -114,20 +115,8 @@ def begin(record: RunRecord, past: PastSnapshots, awaited: str | None = None) ->
     """Alone, with no snapshot in sight."""
     model = torch.nn.Linear(1, 1)
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), length=8, global_batch_size=8, epochs=9)
-    return restore(
-        state,
-        World(0, 3, (member(0, 0),)),
-        [],
-        task={},
-        run_uid="new",
-        lost=None,
-        awaited=awaited,
-        record=record,
-        past=lambda: past,
-        own_past=lambda: None,
-        warn=pytest.fail,
-        check=lambda: None,
-    )
+    world = World(0, 3, (member(0, 0),))
+    return restore_at_start(state, world, [], pytest.fail, record=record, past=past, awaited=awaited)
 
 
 @pytest.mark.usefixtures("group_of_one")

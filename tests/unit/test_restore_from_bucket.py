@@ -5,6 +5,7 @@ Where nothing is there, both begin from scratch; of parted snapshots on disks of
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,14 @@ from elastic_train.elastic.restore import Restored, restore
 from elastic_train.runlog.goodput import Phase, PhaseClock
 from elastic_train.storage.bucket import Bucket
 from elastic_train.storage.object_store import ObjectStore
-from elastic_train.storage.run_record import NO_RUN
+from elastic_train.storage.past_snapshots import PastSnapshots
+from elastic_train.storage.run_record import NO_RUN, RunRecord
 from elastic_train.storage.snapshot import SnapshotInfo, find_snapshots
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.store_arms import Stored
 from elastic_train.storage.store_urls import parse_url
 from elastic_train.training.state import TrainState, state_sha256
+from elastic_train.world import World
 from tests.ranks import on_each_rank
 
 WORLD_SIZE = 2
@@ -52,9 +55,17 @@ def save(writer: SnapshotWriter, step: int, generation: int) -> None:
     writer.save(state.state_dict(), step=step, restarts=state.restarts, **where)
 
 
-def bring(state: TrainState, rank: int, offers: list[SnapshotInfo], warnings: list[str]) -> Restored:
-    """The members to one state."""
-    world: Any = SimpleNamespace(rank=rank, world_size=WORLD_SIZE, num_nodes=2)
+def restore_at_start(
+    state: TrainState,
+    world: World,
+    offers: list[SnapshotInfo],
+    warn: Callable[[str], None],
+    *,
+    record: RunRecord = NO_RUN,
+    past: PastSnapshots | None = None,
+    awaited: str | None = None,
+) -> Restored:
+    """Restore at a start of no special kind."""
     return restore(
         state,
         world,
@@ -62,13 +73,19 @@ def bring(state: TrainState, rank: int, offers: list[SnapshotInfo], warnings: li
         task={},
         run_uid="new",
         lost=None,
-        awaited=None,
-        record=NO_RUN,
-        past=lambda: None,
+        awaited=awaited,
+        record=record,
+        past=lambda: past,
         own_past=lambda: None,
-        warn=warnings.append,
+        warn=warn,
         check=lambda: None,
     )
+
+
+def bring(state: TrainState, rank: int, offers: list[SnapshotInfo], warnings: list[str]) -> Restored:
+    """The members to one state."""
+    world: Any = SimpleNamespace(rank=rank, world_size=WORLD_SIZE, num_nodes=2)
+    return restore_at_start(state, world, offers, warnings.append)
 
 
 def work(rank: int, folder: Path, out: Path) -> None:
