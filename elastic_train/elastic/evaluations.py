@@ -88,12 +88,14 @@ class Evaluations:
         odd = odd_numbers(metrics, state.step) if world.rank == 0 else {}
         for name in filter(self._is_first, odd):
             worker.reporter.warn(odd[name])
-        if (accuracy := metrics.get("accuracy")) is not None:
-            self._rate(accuracy)
+        if "accuracy" in metrics:
+            self._rate(metrics["accuracy"])
+        elif "loss" in metrics:
+            self._rate(-metrics["loss"])
         elif config.keep_best and world.rank == 0 and self._is_first("nothing is rated"):
             worker.reporter.warn(
-                '--keep-best keeps nothing: this task reports no "correct", by whose mean over the test set the best '
-                "are chosen; more is better"
+                '--keep-best keeps nothing: this task reports neither "correct" nor "loss", by whose means over the '
+                "test set the best are chosen"
             )
         worker.reporter.evaluation(state)
 

@@ -525,15 +525,21 @@ def test_a_share_that_cannot_be_sent_ends_no_node(start: Start, monkeypatch: pyt
     assert warning["message"] == "no pinned memory; the other nodes write it"
 
 
-def test_a_task_without_an_accuracy_has_no_best_and_is_told_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("metrics", "best"), [({"loss": 2.0}, -2.0), ({"loss": 2.0, "accuracy": 0.5}, 0.5), ({"perplexity": 2.0}, None)]
+)
+def test_a_task_without_an_accuracy_is_rated_by_its_loss_or_told_once(
+    metrics: dict[str, float], best: float | None, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = start(keep_best=1, eval_every=1)
     membership: Any = SimpleNamespace(watcher=SimpleNamespace(do=lambda _activity: None), sockets=None)
-    monkeypatch.setattr(evaluations, "evaluate", lambda *_arguments, **_options: {"loss": 1.0})
+    monkeypatch.setattr(evaluations, "evaluate", lambda *_arguments, **_options: metrics)
     each = Evaluations(training.worker, membership)
     each.if_due(training.world)
     each.if_due(training.world)
-    [warning] = training.events("warning")
-    assert warning["message"].startswith("--keep-best keeps nothing")
+    assert training.worker.state.ratings.at(training.worker.state.step) == best
+    told = [warning["message"] for warning in training.events("warning")]
+    assert [one.startswith("--keep-best keeps nothing") for one in told] == ([] if best is not None else [True])
 
 
 def test_what_is_kept_is_drawn_and_what_rates_nothing_is_told_once(
