@@ -5,10 +5,12 @@ There is no API server here, so that CEL rules, defaulting, admission and the co
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +23,7 @@ from elastic_train.tools.drills.network import Network
 from tests.audits import audit
 from tests.certificates import make_tls
 from tests.deploy.tools import DEPLOY, program, programs_folder
-from tests.integration.cluster import Cluster, free_port, result
+from tests.integration.cluster import Cluster, free_port, result, wait_until
 
 Manifest = dict[str, Any]
 
@@ -556,6 +558,31 @@ def test_the_check_before_the_job(overlay: str, tmp_path: Path, cluster: Cluster
     assert "answers; nobody listens there yet" in looking.text()
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_member_of_etcd_listens_whichever_ip_its_pod_has(address: str, tmp_path: Path, cluster: Cluster) -> None:
+    """Its own listeners, without TLS and at free ports of this machine."""
+    ports = {port: free_port() for port in (2379, 2380, 2381)}
+    listeners = [word for word in container_of(build("etcd3"), "etcd")["command"] if word.startswith("--listen-")]
+    words = [re.sub(r":(\d+)$", lambda found: f":{ports[int(found[1])]}", word) for word in listeners]
+    words = [word.replace("https:", "http:").replace("$(POD_IP)", address) for word in words]
+    own = [
+        f"--initial-advertise-peer-urls=http://localhost:{ports[2380]}",
+        "--advertise-client-urls=http://localhost:1",
+    ]
+    name = f"--initial-cluster=default=http://localhost:{ports[2380]}"
+    member = cluster.launch([str(find_program("etcd")), f"--data-dir={tmp_path / 'etcd'}", name, *own, *words], {})
+
+    def accepts(port: int) -> bool:
+        with contextlib.suppress(OSError):
+            socket.create_connection((address, port), 5).close()
+            return True
+        assert member.process.poll() is None, member.text()[-2000:]
+        return False
+
+    for port in ports.values():
+        wait_until(lambda port=port: accepts(port), f"listener at {port}", 60)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(Network.why_not() is not None, reason=f"no network namespaces: {Network.why_not()}")
@@ -576,8 +603,7 @@ def test_the_trainer_meets_in_the_etcd_of_the_overlay(tmp_path: Path, cluster: C
             link = tmp_path / "programs" / "etcd"
             link.unlink(missing_ok=True)
             link.symlink_to(find_program("etcd"))
-            given = {"POD_NAME": f"etcd-{number}", "POD_IP": network.address(number)}
-            member.start(manifests, container, given, tuple(network.node_prefix(number)))
+            member.start(manifests, container, {"POD_NAME": f"etcd-{number}"}, tuple(network.node_prefix(number)))
         run = Pods(tmp_path, cluster, {}, {"/runs": tmp_path / "runs", "/etcd": tmp_path / "client"})
         (check,) = pod_of(manifests, "trainer")["initContainers"]
         looking = run.start(manifests, check, SHORT, tuple(network.node_prefix(3)))
