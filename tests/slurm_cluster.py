@@ -49,7 +49,10 @@ SlurmdParameters=config_overrides
 PropagateResourceLimits=NONE
 GresTypes=gpu
 {nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
 CGROUP_CONF = "CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n"
 GRES_CONF = "Name=gpu File=/dev/tty[1-2]\n"

@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from elastic_train.cli import main, make_parser
 from elastic_train.errors import UsageError
+from elastic_train.tools.drills.nodes import wait_until
 from elastic_train.tools.submit import SlurmJob, set_option, set_variable, write_script
 from tests.deploy.tools import DEPLOY, program
 
@@ -92,22 +94,26 @@ def test_an_environment_without_a_script_that_activates_it(tmp_path: Path, monke
     assert seen.stdout.splitlines() == [str(own / "python3"), str(own / "torchrun"), str(users / "elastic-train")]
 
 
+ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2"}
+
+
+def with_programs(folder: Path, **bodies: str) -> dict[str, str]:
+    """The environment of a job of two nodes, in which programs of SLURM do this."""
+    for name, body in ({"scontrol": "printf 'n1\\nn2\\n'"} | bodies).items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"} | ALLOCATION
+
+
 @pytest.mark.parametrize("nodes", ["2", "1:2"])
 def test_steps_have_what_setup_has_brought(nodes: str, tmp_path: Path) -> None:
     """Also where sbatch's --export=NONE, by SBATCH_EXPORT perhaps, would hold for srun: it says so by this variable."""
     setup = f"export PATH={tmp_path}:$PATH"
     script = write_script(SlurmJob(nodes=nodes, setup=setup, run_dir=str(tmp_path / "run")))
     seen = tmp_path / "seen"
-    for name, body in {
-        "srun": f'echo "$SLURM_EXPORT_ENV" >> {seen}; exit 1',
-        "scontrol": "printf 'n1\\nn2\\n'",
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2"}
-    subprocess.run(
-        ["bash"], input=script, text=True, timeout=60, check=False, env=env | {"SLURM_EXPORT_ENV": "NONE"}
-    )  # fmt: skip
+    env = with_programs(tmp_path, srun=f'echo "$SLURM_EXPORT_ENV" >> {seen}; exit 1')
+    env |= {"PATH": os.environ["PATH"], "SLURM_EXPORT_ENV": "NONE"}
+    subprocess.run(["bash"], input=script, text=True, timeout=60, check=False, env=env)
     assert seen.read_text().split() == ["ALL"]
 
 
@@ -121,15 +127,7 @@ def test_the_check_is_told_of_snapshots_that_each_node_keeps(nodes: str, is_loca
             has_local_snapshots=is_local, flags=["--snapshot-dir", "/scratch/mine"],
         )
     )  # fmt: skip
-    for name, body in {
-        "srun": f'printf "%s\\n" "$@" > {tmp_path}/words; exit 1', "scontrol": "printf 'n1\\nn2\\n'"
-    }.items():  # fmt: skip
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    env = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_NNODES": "2",
-    }  # fmt: skip
+    env = with_programs(tmp_path, srun=f'printf "%s\\n" "$@" > {tmp_path}/words; exit 1')
     done = subprocess.run(["bash"], input=script, capture_output=True, text=True, timeout=60, check=False, env=env)
     assert "something would break the job" in done.stdout, done.stderr
     words = (tmp_path / "words").read_text().splitlines()
@@ -137,6 +135,47 @@ def test_the_check_is_told_of_snapshots_that_each_node_keeps(nodes: str, is_loca
     arguments = make_parser().parse_args(["check", *words[start + 1 :]])
     assert arguments.local_snapshots is is_local
     assert arguments.flags[-2:] == ["--snapshot-dir", "/scratch/mine"]
+
+
+ASKED = """\
+case "$1 $2" in
+"show hostnames") printf 'n1\\nn2\\n';;
+"show job") echo "   PreemptEligibleTime=2026-11-28T20:52:13 PreemptTime=$PREEMPTED";;
+requeue*) echo "$2" >> "$REQUEUED";;
+esac"""
+
+
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
+@pytest.mark.parametrize("is_checked", [False, True])
+@pytest.mark.parametrize(
+    ("code", "preempted", "requeued"),
+    [(1, "2026-11-28T20:52:48", ["7"]), (1, "None", []), (0, "2026-11-28T20:52:48", [])],
+)
+def test_a_job_that_has_saved_within_a_grace_time_starts_again(
+    nodes: str, is_checked: bool, code: int, preempted: str, requeued: list[str], tmp_path: Path
+) -> None:
+    """Also one that was still being checked. The batch script gets no signal then: SLURM's answer shows it."""
+    job = SlurmJob(nodes=nodes, setup="true", run_dir=str(tmp_path / "run"), is_checked=is_checked)
+    seen = tmp_path / "requeued"
+    env = with_programs(tmp_path, srun=f"exit {code}", scontrol=ASKED) | {"PREEMPTED": preempted, "REQUEUED": str(seen)}
+    done = subprocess.run(["bash"], input=write_script(job), text=True, timeout=60, check=False, env=env)
+    assert done.returncode == code
+    assert (seen.read_text().split() if seen.exists() else []) == requeued
+
+
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
+def test_a_slurm_that_does_not_answer_as_the_time_runs_out_ends_no_job(nodes: str, tmp_path: Path) -> None:
+    """SLURM itself ends the steps, at the time limit; then the job starts again."""
+    job = SlurmJob(nodes=nodes, setup="true", run_dir=str(tmp_path / "run"), is_checked=False)
+    (tmp_path / "script").write_text(write_script(job))
+    step = f"touch {tmp_path}/step; for _ in $(seq 600); do [ -e {tmp_path}/told ] && break; sleep 0.1; done; exit 1"
+    env = with_programs(tmp_path, srun=step, scancel=f"touch {tmp_path}/told; exit 1", scontrol=ASKED)
+    env |= {"PREEMPTED": "None", "REQUEUED": str(tmp_path / "requeued")}
+    with subprocess.Popen(["bash", str(tmp_path / "script")], env=env) as script:
+        wait_until((tmp_path / "step").exists, "step", 60)
+        script.send_signal(signal.SIGUSR1)
+        assert script.wait(60) == 1
+    assert (tmp_path / "requeued").read_text() == "7\n"
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,24 @@ def test_time_runs_out_then_the_job_is_cancelled(site: Site, undisturbed_hash: s
     site.check(undisturbed_hash)
 
 
+def test_a_preempted_job_saves_and_starts_again(site: Site, undisturbed_hash: str) -> None:
+    """Within the partition's GraceTime, of which SLURM tells only the steps."""
+    job = site.submit("--no-check", "--nodes", "1:2")
+    site.wait_for_world(2)
+    generation = max(event["generation"] for event in events(site.run_dir, "world"))
+    words = ["sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--wrap=true"]
+    urgent = site.slurm.run(words, site.path).split()[-1]
+    site.slurm.wait_for_state(job, "PENDING", LIVES)
+    assert site.slurm.job(job)["Restarts"] == "1"
+    assert newest_snapshot(site.run_dir)[0].step == last_step(site.run_dir)
+    assert outcomes(site.run_dir) == ["stopped", "stopped"]
+    site.slurm.wait_for_state(urgent, "COMPLETED", LIVES)
+    site.slurm.start_again_soon(job)
+    site.wait_for_world(2, after=generation)
+    site.finish(job)
+    site.check(undisturbed_hash)
+
+
 def test_an_array_of_nodes_and_a_job_that_joins(site: Site, undisturbed_hash: str) -> None:
     """Through etcd: each node is a job of its own; any of them may be lost, and others join."""
     with etcd_running(site) as endpoint:
