@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -159,8 +160,10 @@ def set_variable(script: str, name: str, value: str) -> str:
 
 def submit(script: str) -> str:
     """Return the output of sbatch. Raises: ElasticTrainError: sbatch is missing or refuses the script."""
+    # In a task of an array, or a job that was started again, sbatch would pass on that job's numbers to the new one.
+    own = {name: value for name, value in os.environ.items() if not re.match("SLURM_(ARRAY_|RESTART_COUNT)", name)}
     try:
-        done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True, check=False)
+        done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True, check=False, env=own)
     except FileNotFoundError as error:
         raise ElasticTrainError("there is no sbatch here; --dry-run prints the script") from error
     if done.returncode != 0:

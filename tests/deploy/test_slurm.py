@@ -255,6 +255,16 @@ def test_every_row_of_the_page_gives_a_script(words: list[str], capsys: pytest.C
     assert done.returncode == 0, done.stdout
 
 
+def test_what_a_task_of_an_array_submits_is_no_task_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch hands its environment on; the script would write to the array's run, and stop the array's task."""
+    given = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1", "SLURM_CONF": "x"}
+    for name, value in (with_programs(tmp_path, sbatch=f"env > {tmp_path}/env") | given).items():
+        monkeypatch.setenv(name, value)
+    assert main(["submit", "slurm"]) == 0
+    handed_on = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "SLURM" in line)
+    assert {name: value for name, value in given.items() if name in handed_on} == {"SLURM_CONF": "x"}
+
+
 def test_without_slurm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["submit", "slurm", "--nodes", "2"]) == 1
