@@ -54,6 +54,7 @@ def answer_c10d(registry: Any) -> None:
             os.environ.pop(marker, None)
         os.environ[AGENT_VARIABLE] = name_of_process(os.getpid())
         keep_nohup(os.environ)
+        outlive_notice()
         is_of_one = has_free_port(params.endpoint) and params.min_nodes == 1  # with more nodes torch would wait in vain
         if params.backend == "etcd3" or (params.backend == "c10d" and is_of_one):
             return of_torch(params)
@@ -72,6 +73,13 @@ def keep_nohup(environ: MutableMapping[str, str]) -> None:
     if SIGNALS_VARIABLE in environ and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         names = environ[SIGNALS_VARIABLE].split(",")
         environ[SIGNALS_VARIABLE] = ",".join(name for name in names if name.strip() != "SIGHUP")
+
+
+def outlive_notice() -> None:
+    """Ignore SIGUSR1 in this process, but not in its workers, which get it too: by `srun --signal=USR1` SLURM announces
+    the end of the time to all processes (--notices slurm), and it would end an agent at once."""
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, lambda _signum, _frame: None)  # not SIG_IGN, which the workers would inherit
 
 
 def refuse_as_backend(_parameters: Any) -> Any:

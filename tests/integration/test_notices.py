@@ -186,6 +186,19 @@ def test_no_step_waits_for_an_answer(cluster: Cluster) -> None:
     assert set(asked) == {"notice-request"}
 
 
+def test_slurm_signals_torchrun_as_well(cluster: Cluster) -> None:
+    """`srun --signal=USR1@60 torchrun ...`: whoever has no handler for that signal would end at once."""
+    [node] = cluster.start(*ENDLESS, "--max-steps", "1000000", "--notices", "slurm")
+    wait_for_step(cluster.run_dir, 5)
+    workers = node.workers()
+    node.signal(signal.SIGUSR1)
+    for worker in workers:
+        worker.send_signal(signal.SIGUSR1)
+    assert node.wait(60) == 1, "as after a SIGTERM to it"
+    assert outcomes(cluster.run_dir) == ["stopped"]
+    assert newest_snapshot(cluster.run_dir)[0].step == last_step(cluster.run_dir)
+
+
 @pytest.mark.slow
 def test_all_nodes_are_noticed(cluster: Cluster) -> None:
     """Not at the same moment. The state is saved before the first deadline, and the next start is no failure."""
