@@ -199,6 +199,16 @@ def test_slurm_signals_torchrun_as_well(cluster: Cluster) -> None:
     assert newest_snapshot(cluster.run_dir)[0].step == last_step(cluster.run_dir)
 
 
+def test_slurm_signals_the_parent_of_spawned_workers_as_well(cluster: Cluster) -> None:
+    """Alone, where it is the batch script that is told: `--signal=B:USR1@60`, and `exec python`."""
+    node = cluster.start_alone(*ENDLESS, "--max-steps", "1000000", "--notices", "slurm", "--spawn", "2")
+    wait_for_step(cluster.run_dir, 5)
+    node.signal(signal.SIGUSR1)
+    assert node.wait(60) == 128 + signal.SIGTERM, "as after a SIGTERM to it"
+    assert outcomes(cluster.run_dir) == ["stopped", "stopped"]
+    assert newest_snapshot(cluster.run_dir)[0].step == last_step(cluster.run_dir)
+
+
 @pytest.mark.slow
 def test_all_nodes_are_noticed(cluster: Cluster) -> None:
     """Not at the same moment. The state is saved before the first deadline, and the next start is no failure."""

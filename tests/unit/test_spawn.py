@@ -15,7 +15,7 @@ from elastic_train.rendezvous import spawn as spawning
 from elastic_train.rendezvous.spawn import is_spawner, spawn
 from elastic_train.system import AGENT_VARIABLE
 
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class FakeWorker:
