@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -90,9 +91,8 @@ def evaluate(
                 by_block[micro_batch.shard] = value.double().cpu()
             do(Activity.COMPUTE)
     do(Activity.REDUCE)
-    names = sorted(sums)
-    if world.world_size > 1:
-        names = gather_json(names)[0]  # rank 0 has a block, and so all names
+    told = gather_json([*sums]) if world.world_size > 1 else [[*sums]]
+    names = sorted({*chain(*told)})  # a block may lack some (a class's sums, say), and a rank may have no block
     table = torch.stack(
         [sums.get(name, torch.zeros(sampler.num_blocks, dtype=torch.float64, device="cpu")) for name in names]
     )

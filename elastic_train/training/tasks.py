@@ -133,7 +133,7 @@ class Task:
         return F.cross_entropy(outputs, labels)
 
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Return sums over the batch's samples: scalars, with the same names for every batch. Called without gradients.
+        """Return sums over the batch's samples: scalars; a name that a batch lacks counts 0. Called without gradients.
 
         The trainer adds them up, divides by the number of samples, and reports "correct" as the accuracy. The default
         returns "loss" and "correct", or "loss" alone if the task has a loss of its own. The first batch and its halves

@@ -103,6 +103,23 @@ def test_what_an_evaluation_draws_is_the_same_in_every_world(monkeypatch: pytest
     assert losses[0] == sum(expected) / 100
 
 
+class OfClasses(Task):
+    """Has sums of the classes that a batch has alone."""
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Any:
+        return {f"of {label}": (batch[0] == label).sum() for label in batch[0].unique().tolist()}
+
+
+def test_a_sum_that_only_another_rank_has_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = TensorDataset(torch.tensor([0, 0, 1, 2]))
+    monkeypatch.setattr(evaluation, "gather_json", lambda names: [names, ["of 2", "of 1"]])
+    monkeypatch.setattr(evaluation, "all_reduce", lambda table: table[1:, 1].add_(1))
+    pair = World(rank=0, generation=0, members=(make_member(0), make_member(1)))
+    found = evaluate(nn.Linear(1, 1), OfClasses(), data, pair, CPU, Config(micro_batch_size=2))
+    assert found == {"of 0": 0.5, "of 1": 0.25, "of 2": 0.25}
+    assert found == evaluate(nn.Linear(1, 1), OfClasses(), data, WORLD, CPU, Config(micro_batch_size=2))
+
+
 def test_what_is_drawn_on_any_gpu_of_a_model_is_a_function_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """By fakes. `--parallel dp` has replicas on all of them, whose draws would go on from what was drawn before."""
     seeds: list[int] = []
