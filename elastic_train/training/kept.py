@@ -369,7 +369,7 @@ def _remember(found: Iterable[tuple[Buffers, Remembered]]) -> None:
                 copies, sources = again.setdefault((buffer.device, buffer.dtype, buffer.layout), ([], []))
                 copies.append(copy)
                 sources.append(buffer)
-            else:  # a forward pass may replace the buffer, perhaps with another size
+            elif buffer is None or not is_lazy(buffer):  # a pass may replace it, perhaps with another size
                 kept[name] = (buffer, _copy(buffer, copy, {}))
     for (_, _, layout), (copies, sources) in again.items():
         if layout is torch.strided:

@@ -1493,3 +1493,14 @@ def test_a_buffer_that_comes_with_the_first_forward_pass_is_put_back_from_then_o
         layer(torch.ones(1))
     kept.put_back()
     assert layer.seen.tolist() == [1.0]
+
+
+def test_a_buffer_that_gets_its_shape_in_the_first_forward_pass_is_put_back_from_then_on() -> None:
+    layer = nn.LazyBatchNorm1d()
+    kept = KeptBuffers(layer)
+    for _ in range(2):
+        kept.keep()
+        layer(torch.ones(2, 3))
+    kept.put_back()
+    assert layer.num_batches_tracked == 1
+    torch.testing.assert_close(layer.running_mean, torch.full((3,), 0.1))
