@@ -26,7 +26,7 @@ from elastic_train.rules import Activity
 from elastic_train.training.epoch_dataset import EpochDataset
 from elastic_train.training.kept import leave_no_trace
 from elastic_train.training.loader_processes import read_apart
-from elastic_train.training.optimizers import parameters_beside
+from elastic_train.training.optimizers import parameters_beside, parameters_of
 from elastic_train.training.ordered import OrderedReduction
 from elastic_train.training.reduction import (
     FastReduction,
@@ -103,6 +103,8 @@ class WholeSteps:
         self._reduction: Reduction | None = None
         self._others: list[nn.Parameter] = []
         """parameters that are trained and outside of the model: no reduction sums their gradients"""
+        self._beside: list[nn.Parameter] = []
+        """parameters of the model that are not the first optimizer's, which drops the gradients of its own alone"""
         self._loss: tuple[BatchLoss, Loss] | None = None
         self._looks = self._has_looked = False
         """whether to search for unused parameters, which would keep other workers out; whether that was done once"""
@@ -113,6 +115,8 @@ class WholeSteps:
             self._looks = why_closed_in(self._worker, self._world) == ""
             state = self._worker.state
             self._others = parameters_beside([state.model], state.kept.updates.optimizers)
+            own = set(map(id, parameters_of(state.optimizer)))
+            self._beside = [one for one in state.model.parameters() if id(one) not in own]
             self._reduction = _make_reduction(self._worker, self._membership, self._world)
             if self._begin.handover is not None:
                 self._begin.handover.begin()
@@ -145,6 +149,8 @@ class WholeSteps:
         comparison = begin.comparison if begin.first_ranks is None else None
         if comparison is not None:
             comparison.begin()
+        for one in self._beside:
+            one.grad = None  # of the step before
         gradients = self._gradients_beside()
         self._passes.note()
         try:

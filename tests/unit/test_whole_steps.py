@@ -368,3 +368,22 @@ def test_a_step_is_refused_beside_a_module_of_parallel() -> None:
     ):
         loop.run(WORLD, steps(Watched()))
     assert state.step == 0
+
+
+def test_a_second_optimizer_of_the_model_gets_the_gradients_of_this_step_alone() -> None:
+    found: list[torch.Tensor] = []
+
+    def train(training: Any) -> None:
+        for share in training.shares():
+            mean = training.step(share, lambda module, batch: module(batch[0]).sum(1).mean())
+            found.append(training.model.bias.grad.clone())
+            training.state.extras["other"].step()
+            training.commit(mean)
+
+    task = Watched()
+    loop, state, _ = make_loop(task, train)
+    state.optimizer.param_groups[0]["params"] = [state.model.weight]
+    state.extras["other"] = torch.optim.SGD([state.model.bias], lr=0.1)
+    state.kept = KeptStep(state.model, state.optimizer, state.extras)
+    loop.run(WORLD, steps(task))
+    assert [one.tolist() for one in found] == [[1.0, 1.0], [1.0, 1.0]]
