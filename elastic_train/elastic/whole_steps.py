@@ -39,7 +39,16 @@ from elastic_train.training.reduction import (
 )
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state_hash import StateComparison
-from elastic_train.training.step import NO_VOTES, Votes, clip_gradients, drop_gradients, task_loss, train_step
+from elastic_train.training.step import (
+    NO_VOTES,
+    OF_UPDATE,
+    Votes,
+    clip_gradients,
+    drop_gradients,
+    seed_model_draws,
+    task_loss,
+    train_step,
+)
 from elastic_train.wording import named
 from elastic_train.world import World
 
@@ -171,6 +180,8 @@ class WholeSteps:
         self._membership.watcher.do(Activity.COMPUTE)  # the optimizer's step does not wait for other ranks
         self._membership.sockets.require_unbroken()
         self._clip()
+        # What an optimizer draws (noise, stochastic rounding) must be the same on every rank, as must its update.
+        seed_model_draws(self._worker.config.seed, micro_batches[0][0].step, OF_UPDATE, self._worker.device)
         return totals
 
     def _gradients_beside(self) -> list[tuple[int, int]]:

@@ -370,6 +370,31 @@ def test_a_step_is_refused_beside_a_module_of_parallel() -> None:
     assert state.step == 0
 
 
+@pytest.mark.parametrize("reduction", ["ordered", "fast"])
+def test_what_an_optimizer_draws_is_the_same_on_every_rank(reduction: str) -> None:
+    """Whatever the model has drawn for a rank's samples before."""
+
+    def drawn_after(number: int) -> list[float]:
+        drawn: list[float] = []
+
+        def loss(module: nn.Module, batch: Any) -> torch.Tensor:
+            torch.rand(number)
+            return module(batch[0]).square().mean()
+
+        def train(training: Any) -> None:
+            training.optimizer.register_step_pre_hook(lambda *_: drawn.append(torch.rand(()).item()))
+            for share in training.shares():
+                training.commit(training.step(share, loss))
+
+        loop, _, _ = make_loop(Watched(), train, reduction=reduction, virtual_ranks=1)
+        loop.run(WORLD, steps(Watched()))
+        return drawn
+
+    one, other = drawn_after(1), drawn_after(3)
+    assert one == other
+    assert len({*one}) == 2, "each step has its own"
+
+
 def test_a_second_optimizer_of_the_model_gets_the_gradients_of_this_step_alone() -> None:
     found: list[torch.Tensor] = []
 
