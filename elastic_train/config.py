@@ -141,8 +141,7 @@ class JobFlags:
     keep_every: int | None = at_least(1, None)
     """keep for good the first snapshot of every so many steps; default: none"""
     keep_best: int = at_least(0, 0)
-    """how many best snapshots to keep, by test accuracy (else test loss) or training.keep(); each new best
-    result writes one"""
+    """how many best snapshots to keep, by test accuracy (else loss) or training.keep(); each new best writes one"""
     peer_timeout: float = positive(10.0)
     """seconds of silence after which a peer is taken for dead (hang, partition)"""
     stall_timeout: float | None = positive(None)

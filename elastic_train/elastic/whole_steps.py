@@ -126,10 +126,22 @@ class WholeSteps:
             self._others = parameters_beside([state.model], state.kept.updates.optimizers)
             own = set(map(id, parameters_of(state.optimizer)))
             self._beside = [one for one in state.model.parameters() if id(one) not in own]
+            self._require_no_scaled_gradients()
             self._reduction = _make_reduction(self._worker, self._membership, self._world)
             if self._begin.handover is not None:
                 self._begin.handover.begin()
         return self._reduction
+
+    def _require_no_scaled_gradients(self) -> None:
+        """Raise UsageError where an optimizer beside the first would get gradients that are scaled or not clipped."""
+        state = self._worker.state
+        trained = {id(one) for optimizer in state.kept.updates.optimizers for one in parameters_of(optimizer)}
+        is_for_one = state.scaler is not None or self._worker.config.clip_grad_norm is not None
+        if is_for_one and any(id(one) in trained for one in self._beside):
+            raise UsageError(
+                "--precision fp16 and --clip-grad-norm are for the optimizer that run() was given, and another one in "
+                "the extras trains a part of the model: loop over training.batches(), and scale and clip there"
+            )
 
     @property
     def is_comparing(self) -> bool:

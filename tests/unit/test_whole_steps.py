@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -395,7 +396,9 @@ def test_what_an_optimizer_draws_is_the_same_on_every_rank(reduction: str) -> No
     assert len({*one}) == 2, "each step has its own"
 
 
-def test_a_second_optimizer_of_the_model_gets_the_gradients_of_this_step_alone() -> None:
+@pytest.mark.parametrize("flags", [{}, {"clip_grad_norm": 1.0}])
+def test_a_second_optimizer_of_the_model_gets_the_gradients_of_this_step_alone(flags: dict[str, float]) -> None:
+    """Whole, and not clipped by the first one's norm: that is refused."""
     found: list[torch.Tensor] = []
 
     def train(training: Any) -> None:
@@ -406,9 +409,10 @@ def test_a_second_optimizer_of_the_model_gets_the_gradients_of_this_step_alone()
             training.commit(mean)
 
     task = Watched()
-    loop, state, _ = make_loop(task, train)
+    loop, state, _ = make_loop(task, train, **flags)
     state.optimizer.param_groups[0]["params"] = [state.model.weight]
     state.extras["other"] = torch.optim.SGD([state.model.bias], lr=0.1)
     state.kept = KeptStep(state.model, state.optimizer, state.extras)
-    loop.run(WORLD, steps(task))
-    assert [one.tolist() for one in found] == [[1.0, 1.0], [1.0, 1.0]]
+    with pytest.raises(UsageError, match="are for the optimizer that run") if flags else nullcontext():
+        loop.run(WORLD, steps(task))
+    assert [one.tolist() for one in found] == ([] if flags else [[1.0, 1.0], [1.0, 1.0]])
