@@ -87,7 +87,7 @@ class OtherSides:
             return
         winner = self.winner(mine)
         if winner is not None:
-            self._begin(lambda: self._notify(world, to_json(winner)))
+            self._begin(lambda: self._notify(world, mine, to_json(winner)))
         elif other_jobs and world.rank == 0:
             self._begin(lambda: self._judge_jobs(position, other_jobs))
         elif self.may_branch and branch is not None and world.rank == 0:
@@ -103,13 +103,16 @@ class OtherSides:
         self._is_busy = True
         self._in_background(run)
 
-    def _notify(self, world: World, winner: str) -> None:
-        try:
-            for member in world.members:
-                self._clients.of(member).create(SUPERSEDED, winner)
-            self._notified_in = world.uid
-        except StoreUnreachable:  # `tend` tries again, in the next world if that member is lost
-            self._clients.keep_only(())
+    def _notify(self, world: World, mine: Position | None, winner: str) -> None:
+        def tell(store: KeyValueStore) -> None:
+            theirs = store.get(POSITION)
+            # A member that has gone on to another side while this one was frozen does not stop with this one.
+            if theirs is None or (mine is not None and from_json(Position, theirs).is_of(mine)):
+                store.create(SUPERSEDED, winner)
+
+        told = self._clients.ask_each(world, range(len(world.members)), tell)
+        if told.keys() >= set(range(world.world_size)):  # a silent spare ends no world
+            self._notified_in = world.uid  # else `tend` tries again, in the next world if a worker is lost
 
     def _judge_branches(self, world: World, position: Callable[[], Position | None], branch: Branch) -> None:
         """Judge between this side and each other side that answers."""

@@ -132,6 +132,13 @@ class Sides:
         return {port: None if text is None else from_json(Position, text).host for port, text in told.items()}
 
 
+def test_who_has_gone_on_to_another_side_is_not_told_to_stop() -> None:
+    """While this member was frozen in the world that both were in."""
+    sides = Sides(steps=120, theirs=130)
+    sides.stores["10.0.0.1", 2].put("position", to_json(position(OTHER, 140, port=2)))
+    assert sides.tend() == {1: "host9", 2: None, 9: None}
+
+
 def test_the_side_with_fewer_steps_is_told_to_stop() -> None:
     sides = Sides(steps=120, theirs=130)
     assert sides.tend() == {1: "host9", 2: "host9", 9: None}, "each member of it"
