@@ -203,7 +203,8 @@ class Agreement:
         found = {rank: self._status_of(rank, left) for rank in sorted(self._contacts.watched)}
         dead = tuple(world.members[rank].uid for rank, status in found.items() if status is Liveness.DEAD)
         unreachable = tuple(rank for rank in self._mine.unreachable if not self._is_heard(rank))  # contact may return
-        self._announce(replace(self._mine, dead=dead, unreachable=unreachable, lacks_place=job.place.is_silent))
+        is_lacking = job.place.is_lacking(world.uid)
+        self._announce(replace(self._mine, dead=dead, unreachable=unreachable, lacks_place=is_lacking))
         asked = (
             [rank for rank in found if found[rank] is Liveness.ALIVE and self._is_heard(rank)]
             if self.asks_others
@@ -306,6 +307,6 @@ class Agreement:
         )  # fmt: skip
         if isinstance(outcome, Denied):
             self.asks_others = bool(outcome.votes)
-            self._announce(replace(self._mine, lacks_place=job.place.is_silent))
+            self._announce(replace(self._mine, lacks_place=job.place.is_lacking(world.uid)))
             return Wait(votes=outcome.votes) if outcome.gone_on is None else LeftBehind(outcome.gone_on)
         return Decision.from_json(outcome)

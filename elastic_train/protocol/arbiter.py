@@ -312,9 +312,9 @@ class Arbitration:
         """As Arbiter.claim, for the successor of the last of `worlds`. Raises: ArbiterSilent; ArbiterLost if the lost
         place is the one where the name of that world was seen."""
         place = next((self._places[one.world] for one in reversed(worlds) if one.world in self._places), None)
+        if place is None:
+            raise ArbiterSilent("this member has not seen it")
         try:
-            if place is None:
-                raise ArbiterSilent("this member has not seen it")
             text = place.claim(job, generation, None if claim is None else to_json(claim))
         except ArbiterSilent as error:
             if isinstance(error, ArbiterLost) and worlds[-1].world in self._places:
@@ -324,10 +324,11 @@ class Arbitration:
         self._silent_at = -math.inf
         return None if text is None else from_json(Claim, text)
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether the place gave this member no answer lately."""
-        return self._clock() - self._silent_at < 2 * self._timeout
+    def is_lacking(self, world: str) -> bool:
+        """Whether this member cannot claim the successor of `world`: the place gave it no answer lately, or it has not
+        seen the place, as a spare of that world."""
+        is_unseen = self._is_shared.get(world, False) is None and world not in self._places
+        return is_unseen or self._clock() - self._silent_at < 2 * self._timeout
 
     def has_given_way(self, world: str) -> bool:
         """Return whether this side, which lacks votes, has waited long enough for a side with votes to claim first."""

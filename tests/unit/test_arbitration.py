@@ -14,9 +14,11 @@ class Place:
     def __init__(self) -> None:
         self.claims: list[str] = []
         self.names: list[str] = []
-        self.is_lost = False
+        self.is_lost = self.is_silent = False
 
     def claim(self, job: str, generation: int, decision: str | None) -> str | None:
+        if self.is_silent:
+            raise ArbiterSilent("no answer")
         if self.is_lost:
             raise ArbiterLost("gone")
         self.claims += [decision] if decision is not None else []
@@ -203,24 +205,27 @@ def test_a_first_place_has_not_moved() -> None:
     assert not rank0.has_moved("a", after=3600.0)
 
 
-def test_a_place_is_silent_until_it_answers_or_has_not_been_asked_for_a_while() -> None:
-    now, place, unseen, seen = [10.0], Place(), [voters("b", "x")], [voters("a", "x")]
+def test_who_can_claim_nothing_lacks_the_place() -> None:
+    now, place, worlds = [10.0], Place(), [voters("a", "x")]
     made = Arbitration(lambda: place, 2.0, lambda: now[0])
-    made.sees("a")
-    for _ in range(2):
-        assert not made.is_silent
-        with pytest.raises(ArbiterSilent):
-            made.claim("job", 0, None, unseen)
-        assert made.is_silent
-        now[0] += 5.0
+    assert not made.is_lacking("a"), "it may have seen it before"
+    made.note("a", is_shared=None)
+    assert made.is_lacking("a"), "a spare"
     with pytest.raises(ArbiterSilent):
-        made.claim("job", 0, None, unseen)
-    made.claim("job", 0, None, seen)
-    assert not made.is_silent
-    place.is_lost = True
+        made.claim("job", 0, None, worlds)
+    made.sees("a")
+    assert not made.is_lacking("a"), "it was not asked before"
+    place.is_silent = True
+    for _ in range(2):
+        with pytest.raises(ArbiterSilent):
+            made.claim("job", 0, None, worlds)
+        assert made.is_lacking("a")
+        now[0] += 5.0
+        assert not made.is_lacking("a"), "it may answer again"
+    place.is_silent, place.is_lost = False, True
     with pytest.raises(ArbiterLost):
-        made.claim("job", 0, None, seen)
-    assert not made.is_silent, "it answers nobody"
+        made.claim("job", 0, None, worlds)
+    assert not made.is_lacking("a"), "it answers nobody"
 
 
 def test_a_side_without_the_votes_gives_the_others_time() -> None:
