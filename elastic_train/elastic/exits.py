@@ -240,6 +240,7 @@ class Exits:
         worker.reporter.warn(Warned(message=message, was=membership.uid, void=void, discarded=discarded))
         worker.reporter.leave()
         self._files.release()
+        state.run_uid = state.run_uid or membership.published("run_uid") or ""  # a spare has no state of it
         if state.generation is not None:  # else its time is in no run's totals, and counts if it begins a run
             state.clock.begin_anew()
             state.generation = None
@@ -247,12 +248,11 @@ class Exits:
         stores = tuple(member.store for member in others if member.store is not None)
         if isinstance(error, Superseded):
             stores = (error.winner.store, *stores)
+        has_trained = bool(state.run_uid)
         if before is None or membership.has_settled:
-            num_fruitless, deadline = 0, time.monotonic() + worker.config.wait_timeout
-        else:
-            num_fruitless, deadline = before.num_fruitless + 1, before.deadline
-            stores = tuple(dict.fromkeys((*stores, *before.stores)))
-        return Return(membership.uid, stores, bool(state.run_uid), num_fruitless, deadline)
+            return Return(membership.uid, stores, has_trained, 0, time.monotonic() + worker.config.wait_timeout)
+        stores = tuple(dict.fromkeys((*stores, *before.stores)))
+        return Return(membership.uid, stores, has_trained, before.num_fruitless + 1, before.deadline)
 
     def _save_before_return(self, world: World) -> str:
         state = self._worker.state

@@ -198,7 +198,7 @@ class Membership:
         self._num_reductions = self._num_unformed = 0
         """reductions in the present world; earlier worlds in a row that had the same members and no step"""
         self.has_settled = False
-        """whether a world with this worker in it was settled"""
+        """whether a world with this worker in it was settled, or had it as a spare, which is in no reduction"""
         self.came_later = False
         """whether others of this job trained before this worker was admitted"""
         self.awaited: str | None = None
@@ -323,6 +323,7 @@ class Membership:
         self.watcher.adopt(world)
         is_again = before is not None and not self._num_reductions and before.uids == world.uids
         self._num_unformed, self._num_reductions = self._num_unformed + 1 if is_again else 0, 0
+        self.has_settled |= world.is_spare
         self.side.enter(world)
         self.joins.enter(world)
 

@@ -13,6 +13,7 @@ import pytest
 
 from elastic_train.config import Config
 from elastic_train.elastic import run
+from elastic_train.elastic.connect import Return
 from elastic_train.elastic.exits import Exits
 from elastic_train.elastic.noticed import Noticed
 from elastic_train.errors import LeftOut
@@ -20,7 +21,22 @@ from elastic_train.protocol.links import Links
 from elastic_train.runlog.goodput import Phase, PhaseClock
 from elastic_train.stopping import StopSignal
 from elastic_train.training.group_sockets import GroupSockets
+from elastic_train.training.state import TrainState
 from tests.unit.test_state import make_state
+
+
+def give_way(state: TrainState, known_run: str | None = None) -> Return:
+    """What it does where it was no member of a world yet; `known_run` is what it was told of the others' run."""
+    nothing: Any = SimpleNamespace(leave=lambda: None, release=lambda: None, stand_down=lambda: None)
+    worker: Any = SimpleNamespace(
+        state=state, host="here", launch=SimpleNamespace(local_rank=0), config=SimpleNamespace(wait_timeout=60.0),
+        reporter=SimpleNamespace(warn=lambda _warning: None, void_commits=lambda _state: [], leave=print),
+    )  # fmt: skip
+    membership: Any = SimpleNamespace(
+        watcher=nothing, job=nothing, uid="uid0", has_settled=False, published=lambda _name: known_run
+    )
+    exits = Exits(worker, membership, nothing, nothing, nothing)
+    return exits.give_way(LeftOut("the others went on"), None, None, has_state=False)
 
 
 @pytest.mark.parametrize(("generation", "counted"), [(None, 30.0), (4, 0.0)], ids=["it had no run", "it trained"])
@@ -30,16 +46,18 @@ def test_its_time_counts_once(generation: int | None, counted: float) -> None:
     state.clock.enter(Phase.FORM)
     state.generation = generation
     now[0] = 20.0
-    nothing: Any = SimpleNamespace(leave=lambda: None, release=lambda: None, stand_down=lambda: None)
-    worker: Any = SimpleNamespace(
-        state=state, host="here", launch=SimpleNamespace(local_rank=0), config=SimpleNamespace(wait_timeout=60.0),
-        reporter=SimpleNamespace(warn=lambda _warning: None, void_commits=lambda _state: [], leave=print),
-    )  # fmt: skip
-    membership: Any = SimpleNamespace(watcher=nothing, job=nothing, uid="uid0", has_settled=False)
-    exits = Exits(worker, membership, nothing, nothing, nothing)
-    exits.give_way(LeftOut("the others went on"), None, None, has_state=False)
+    give_way(state)
     assert sum(state.clock.totals().values()) == counted
     assert state.generation is None, "a snapshot's clock is loaded again"
+
+
+@pytest.mark.parametrize(("mine", "theirs", "known"), [("", "r", "r"), ("r", None, "r"), ("", None, "")])
+def test_a_spare_brings_along_that_others_have_trained_the_run(mine: str, theirs: str | None, known: str) -> None:
+    """Else it would begin that anew where all of them die before it stands in their queue."""
+    state = make_state()
+    state.run_uid = mine
+    assert give_way(state, theirs).has_trained == bool(known)
+    assert state.run_uid == known
 
 
 class Part(SimpleNamespace):
