@@ -106,8 +106,8 @@ class Barriers:
 
     def wait_for_nodes(self, world: World, until: float, is_end_due: Callable[[], bool]) -> bool:
         """Wait, without training, while `world` has fewer nodes than --min-nodes. Returns True where `is_end_due`, as
-        nodes can be admitted, or a member is lost; False where this world begins as it is: a member that is ahead by
-        the last step has begun it.
+        nodes can be admitted, or a member is lost or elsewhere; False where this world begins as it is: a member that
+        is ahead by the last step has begun it.
 
         Raises:
             Stopped: told to stop. The error that ended the watcher thread.
@@ -117,7 +117,7 @@ class Barriers:
         while True:
             self._check()
             self._watcher.thread.check()
-            if is_end_due() or self._watcher.reason is not None:
+            if is_end_due() or self._watcher.reason is not None or self._is_left_behind(world):
                 return True
             if self._is_begun(world):
                 return False
@@ -128,6 +128,13 @@ class Barriers:
             f"only {world.num_nodes} of at least {world.min_nodes} nodes after {self._limits.wait_timeout:.0f} s "
             "(--min-nodes, --wait-timeout)"
         )
+
+    def _is_left_behind(self, world: World) -> bool:
+        """Whether a member is in another world, which it may have entered before this member woke up in `world`. No
+        process group fails to form here."""
+        contacts = self._watcher.contacts
+        elsewhere = (contacts.seconds_elsewhere(world, rank) for rank in contacts.training_neighbours(world))
+        return max(elsewhere, default=0.0) > self._limits.peer_timeout
 
     def _is_begun(self, world: World) -> bool:
         """Whether a member whose training is finished, and which needs no more nodes, has begun `world`."""

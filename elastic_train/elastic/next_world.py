@@ -14,6 +14,7 @@ from elastic_train.errors import (
     ElasticTrainError,
     FormationFailed,
     JobFailed,
+    JobFinished,
     LeftOut,
     StoreUnreachable,
     TrainingDiverged,
@@ -184,11 +185,12 @@ class Survivors:
         self._job.announcements.announce(world, "fatal", why)
 
     def decide(self, world: World, *, has_formed: bool, started: float) -> Decision | None:
-        """Return the successor of `world`; None where this spare had lost contact with members that still train. Blocks
-        like `Membership.next_world`, with its `has_formed`; `started` is when that began.
+        """Return the successor of `world`; None where this spare had lost contact with members that still train in it,
+        or have finished. Blocks like `Membership.next_world`, with its `has_formed`; `started` is when that began.
 
         Raises:
             LeftOut, Superseded, Stopped, FormationFailed, StoreUnreachable: as `Membership.next_world`; JobFailed.
+            JobFinished: the job reached its end without this worker.
         """
         found = self._agree(world, has_formed, started)
         fatal = self._job.heard(world, "fatal")  # the member that ended the job may be among its dead
@@ -218,14 +220,14 @@ class Survivors:
         while True:
             if awake.look() > 0:  # it was suspended meanwhile
                 early_until = self._around.monotonic() + CONTACT_SECONDS
+            if world.is_spare and self._goes_on(world):
+                return None
             found = agreement.look()
             awake.restart()
             if isinstance(found, Decision):
                 return found
             if isinstance(found, LeftBehind):
                 raise LeftOut(f"the others went on as generation {found.generation} without this worker")
-            if world.is_spare and self._watcher.contacts.are_training(world):
-                return None
             self._watcher.thread.check()
             now = self._around.monotonic()
             if now - counted_from > limit / 2:
@@ -236,6 +238,7 @@ class Survivors:
                 self._check()  # not before: the others may admit this member to a world, which it then leaves by vote
             if found.votes:  # those members may come back: from now on only their silence counts against them
                 self._require_no_better()
+                self._require_unfinished()
                 counted_from = now
                 self._watcher.forgive()
                 agreement = self._agreement(world, has_formed, has_run_out, is_early)
@@ -253,6 +256,14 @@ class Survivors:
                 self._log(f"waiting for {self._describe(world, found)}, {now - started:.0f} s so far")
             is_refused = not found.votes and not found.ranks  # its ballot was too old; the next one will not be
             self._around.sleep(self._around.poll_seconds if lacking is None or is_refused else 1.0)
+
+    def _goes_on(self, world: World) -> bool:
+        """Whether `world`, which this spare takes for broken, goes on, or has finished: then its members are gone."""
+        return self._job.heard(world, "finished") is not None or self._watcher.contacts.are_training(world)
+
+    def _require_unfinished(self) -> None:
+        if self._job.is_over():
+            raise JobFinished("the job reached its end without this worker")
 
     def _is_before(self, time: float) -> bool:
         return self._around.monotonic() < time

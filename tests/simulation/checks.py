@@ -74,6 +74,10 @@ def _line(worlds: dict[str, Told], told: Told) -> list[str]:
 def what_is_not_well(simulation: Simulation) -> str | None:
     """Long after a full heal."""
     living = simulation.living
+    for worker in living:
+        told = [key for key in worker.process.memory.values if key == "over" or key.endswith("/finished")]
+        if worker.wants_to_leave or told:
+            return f"does not end: {worker} {worker.activity}, told {told or 'to stop'}"
     trainers = [worker for worker in living if worker.activity != "queues" and worker.world is not None]
     if not trainers:
         return None
@@ -81,10 +85,12 @@ def what_is_not_well(simulation: Simulation) -> str | None:
     now = simulation.kernel.now
     committed_by = now - simulation.plan.work.commit_seconds
     is_training = any(worker.committed_at > committed_by for worker in trainers)
-    if len(worlds) == 1 and is_training:
+    may_go_on = any(simulation.form.may_go_on(worker, trainers) for worker in trainers)
+    is_short = len({worker.member.node for worker in trainers}) < simulation.plan.trains_with
+    if len(worlds) == 1 and (is_training or (is_short and may_go_on)):
         queue = [worker for worker in living if worker not in trainers and _can_join(simulation, worker, trainers)]
         return f"still in the queue after a heal: {_states(living)}" if queue else None
-    if not any(simulation.form.may_go_on(worker, trainers) for worker in trainers):
+    if not may_go_on:
         return None
     has_signpost = simulation.form.has_signpost()
     waiting = [worker for worker in trainers if worker.committed_at <= committed_by]
@@ -103,6 +109,9 @@ def _can_join(simulation: Simulation, newcomer: Worker, trainers: list[Worker]) 
     if simulation.kernel.now - max(newcomer.began_at, formed_at) < QUEUE_SECONDS:
         return False
     host = newcomer.process.host
+    hosts = {one.address[0] for trainer in trainers if trainer.world is not None for one in trainer.world.members}
+    if host not in hosts and len(hosts) >= simulation.plan.max_nodes:
+        return False
     there = {one.member.local_rank for one in simulation.living if one.process.host == host}
     return len(there) == simulation.plan.workers_of(host) and simulation.form.finds(newcomer, trainers)
 
@@ -183,8 +192,11 @@ def check_queue(simulation: Simulation) -> None:
 
 def _check_side(simulation: Simulation, side: list[Worker]) -> None:
     trainers = [worker for worker in side if worker.activity != "queues" and worker.world is not None]
-    if not trainers:
+    plan = simulation.plan
+    if len({worker.member.node for worker in trainers}) < max(1, plan.trains_with):
         return
+    if plan.trains_with > 1 and plan.max_world_size is not None:
+        return  # a spare that waits for nodes has settled nothing: it shows no other side that it has gone on
     newest = max(trainers, key=lambda worker: worker.world.generation if worker.world else -1)
     now = simulation.kernel.now
     if any(worker.committed_at > now - simulation.plan.work.commit_seconds for worker in trainers):

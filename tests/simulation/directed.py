@@ -114,6 +114,47 @@ def spare_without_the_others() -> Plan:
     return plan(3, (1.0, "partition", (0, 1), (2,)), recovers_at=2.0 + 2 * TIMEOUT, max_world_size=2)
 
 
+def spare_without_one_of_the_others(lease: float | None) -> Plan:
+    """Two train to the end, and a spare does not hear one of them any more."""
+    made = plan(3, (1.0, "partition", (1,), (2,)), recovers_at=10.0, max_world_size=2, max_steps=25)
+    return replace(made, lease=lease)
+
+
+def spares_beside_a_claim(seed: int, lease: float | None) -> Plan:
+    """The only one of five that trains is killed, and comes back. A spare that trains since then claims the world with
+    it, without another spare, which has lost its power. No spare has seen where claims are kept."""
+    faults = ((1.7, "kill", 0), (2.8, "back", 0, False), (3.45, "power_off", 3))
+    made = replace(plan(5, *faults, recovers_at=0.0, seed=seed, max_world_size=1, num_endpoints=2), lease=lease)
+    return replace(made, directories=() if lease else (0,) * 5, recovers_at=None, seconds=8.0)
+
+
+def spare_left_out_twice() -> Plan:
+    """A spare is frozen while another node is killed; and again, when it stands by once more."""
+    faults = (
+        (1.0, "freeze", 4),
+        (3.5, "kill", 1),
+        (7.0, "thaw", 4),
+        (14.0, "freeze", 5),
+        (16.5, "kill", 2),
+        (20.0, "thaw", 5),
+    )
+    return plan(5, *faults, recovers_at=24.0, max_world_size=2)
+
+
+def frozen_as_it_is_to_wait_for_nodes(at: float, lease: float | None) -> Plan:
+    """Of four that need each other one is killed, and one of the others is frozen until they wait without it, too."""
+    faults = ((1.0, "kill", 3), (at, "freeze", 2), (8.0, "thaw", 2))
+    return replace(plan(4, *faults, recovers_at=12.0), trains_with=4, lease=lease)
+
+
+def cut_off_until_the_end() -> Plan:
+    """Two of five workers cannot be told of the first world, as their host is cut off until the others have trained to
+    the end."""
+    faults = ((1.493625370819065, "partition", (0,), (2, 1)),)
+    made = Plan(290100540, (2, 2, 1), faults, 8.993625370819064, TIMEOUT, is_formed=False, num_endpoints=3)
+    return replace(made, max_steps=10, lease=60.0)
+
+
 def first_host_comes_back() -> Plan:
     """5: the host of the first endpoint is killed, and comes back while the others train."""
     return plan(3, (1.0, "kill", 0), (1.5, "back", 0, False), recovers_at=6.0, min_nodes=1)
@@ -199,6 +240,12 @@ def spare_that_is_left() -> Plan:
     """Of three that train and their spare rank 0 dies, and the spare's node is cut off; from there the others leave."""
     faults = ((0.77, "kill", 0), (0.77, "leave", 2), (0.78, "partition", (1,), (0,)))
     return Plan(1, (2, 2), faults, 9.3, TIMEOUT, max_world_size=3, goes_on=True)
+
+
+def branch_with_a_spare_that_is_gone() -> Plan:
+    """Two and three train on without each other. The spare of the three loses its power before they meet."""
+    faults = ((1.0, "partition", (0, 2), (1, 3, 4)), (9.0, "power_off", 4), (12.0, "heal_all"))
+    return replace(plan(5, *faults, recovers_at=18.0, max_world_size=2), goes_on=True)
 
 
 def branches_with_a_common_member(most: int | None, frozen: tuple[int, ...]) -> Plan:

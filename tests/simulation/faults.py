@@ -186,6 +186,21 @@ def draw_going_on(seed: int) -> Plan:
     return replace(plan, faults=faults, recovers_at=last + 3 * plan.silence_seconds + 2.5, goes_on=True)
 
 
+def draw_few(seed: int) -> Plan:
+    """The same history with few nodes, spares, an end of training, or no room for a newcomer."""
+    chance = random.Random(f"few {seed}")
+    plan = draw_with_etcd(seed) if chance.random() < 0.3 else draw(seed)
+    hosts = len(plan.hosts)
+    if plan.is_formed and chance.random() < 0.4:
+        plan = replace(plan, founders=hosts - 1, max_nodes=hosts - chance.randint(0, 1), min_nodes=1)
+    return replace(
+        plan,
+        trains_with=chance.randint(1, min(4, hosts)),
+        max_world_size=chance.choice([None, 1, 2, 3]),
+        max_steps=chance.choice([10, 20, 30, 10**9, 10**9]),
+    )
+
+
 LEASE_SECONDS = 60.0
 """longer than any host is away from etcd: else a newcomer may begin a second job, and a state is lost"""
 

@@ -36,6 +36,7 @@ class Plan:
     """all hosts by default"""
     trains_with: int = 1
     """`--min-nodes`"""
+    max_nodes: int = 16
     quarantine: bool = False
     """`--quarantine on`"""
     max_world_size: int | None = None
@@ -75,4 +76,4 @@ class Plan:
 
     def size(self) -> Size:
         silence = self.wait_timeout if self.lease is None else self.lease
-        return Size(self.min_nodes or len(self.hosts), max_nodes=16, last_call=0.0, silence=silence)
+        return Size(self.min_nodes or len(self.hosts), max_nodes=self.max_nodes, last_call=0.0, silence=silence)

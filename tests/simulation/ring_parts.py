@@ -140,6 +140,9 @@ class SimParts:
         self._membership.barriers.end_together(world)
         return self._end("left")
 
+    def stop_between_worlds(self, _world: World) -> int:
+        return self._end("left")
+
     def fail(self, error: Exception, _verdict: Failure, _world: World, *, has_state: bool) -> NoReturn:
         raise error
 
@@ -156,9 +159,13 @@ class SimParts:
 
     def enter(self, world: World) -> None:
         """As Saver: a world stands."""
-        self._worker.activity = "forms"
-        self._simulation.note_world(self._worker, world, self._before)
-        self._before = world
+        self._note_world(world, "forms")
+
+    def _note_world(self, world: World, activity: str) -> None:
+        self._worker.activity = activity
+        if self._before is not world:
+            self._simulation.note_world(self._worker, world, self._before)
+            self._before = world
 
     def begin(self, _state: Any) -> None:
         """As Saver: a world is about to train."""
@@ -166,8 +173,9 @@ class SimParts:
     def claim(self, _world: World, *, has_state: bool) -> None:
         pass
 
-    def hold_bucket(self, _world: World, *, has_state: bool) -> None:
-        pass
+    def hold_bucket(self, world: World, *, has_state: bool) -> None:
+        """It waits for nodes."""
+        self._note_world(world, "waits")
 
     def finish_claim(self) -> None:
         pass
@@ -273,8 +281,7 @@ class SimParts:
         self._worker.activity = "stands by"
 
     def stands_by(self, world: World) -> None:
-        self._simulation.note_world(self._worker, world, self._before)
-        self._before = world
+        self._note_world(world, "stands by")
 
     # --- it trains ----------------------------------------------------------------------------------------------------
 

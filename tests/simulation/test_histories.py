@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from tests.simulation.entrances import draw_entrances
-from tests.simulation.faults import draw, draw_going_on, draw_sparse, draw_with_etcd
+from tests.simulation.faults import draw, draw_few, draw_going_on, draw_sparse, draw_with_etcd
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.processes import two_processes
 from tests.simulation.simulator import Simulation, failures_of, shrink
@@ -20,11 +20,12 @@ NUM_HISTORIES = int(os.environ.get("ELASTIC_TRAIN_HISTORIES", "2700"))
 FIRST_SEED = int(os.environ.get("ELASTIC_TRAIN_FIRST_SEED", "0"))
 CHUNK = 50
 DRAWN: dict[str, tuple[Callable[[int], Plan], float]] = {
-    "members keep the job": (draw, 0.3),
+    "members keep the job": (draw, 0.25),
     "each pings two others": (draw_sparse, 0.15),
     "each side goes on": (draw_going_on, 0.15),
     "etcd is there": (draw_with_etcd, 0.25),
-    "a worker comes in": (draw_entrances, 0.15),
+    "a worker comes in": (draw_entrances, 0.1),
+    "few nodes, spares, an end": (draw_few, 0.1),
 }
 """each with its share of the histories"""
 

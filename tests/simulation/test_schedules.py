@@ -271,6 +271,41 @@ def test_a_spare_that_hears_the_others_again_stands_by_again() -> None:
     assert [worker.process.ending for worker in ending.workers] == ["finished"] * 3
 
 
+@FORMS
+def test_a_spare_that_does_not_hear_one_of_the_others_ends_with_them(lease: float | None) -> None:
+    simulation = run(directed.spare_without_one_of_the_others(lease))
+    assert [worker.process.ending for worker in simulation.workers] == ["finished"] * 3, simulation.describe()
+
+
+@pytest.mark.parametrize(("seed", "lease"), [(3, None), (13, 60.0)], ids=["peers", "etcd"])
+def test_a_spare_does_not_propose_beside_one_that_can_claim(seed: int, lease: float | None) -> None:
+    """Another spare would be bound to the vote that it asks for, and follow no claim."""
+    simulation = run(directed.spares_beside_a_claim(seed, lease))
+    assert [worker.activity for worker in simulation.living] == ["trains", *["stands by"] * 3]
+    assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
+
+
+def test_a_spare_that_has_stood_by_again_is_left_out_for_the_first_time() -> None:
+    """So it does not wait before it comes back, and has the whole of --wait-timeout for that."""
+    simulation = run(directed.spare_left_out_twice())
+    left_out = [worker for worker in simulation.workers if worker.process.ending == "left_out"]
+    assert [worker.process.host for worker in left_out] == ["h4", "h4"], simulation.describe()
+    assert [worker.num_fruitless_after for worker in left_out] == [0, 0]
+
+
+@FORMS
+@pytest.mark.parametrize("at", [1.15, 1.2, 1.25])
+def test_who_waits_for_nodes_in_a_world_that_is_over_goes_on_to_the_others(at: float, lease: float | None) -> None:
+    simulation = run(directed.frozen_as_it_is_to_wait_for_nodes(at, lease))
+    assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
+    assert [worker.activity for worker in simulation.living] == ["waits"] * 3
+
+
+def test_who_is_told_that_the_job_is_over_ends() -> None:
+    simulation = run(directed.cut_off_until_the_end())
+    assert {worker.process.ending for worker in simulation.workers} == {"finished"}
+
+
 @pytest.mark.parametrize("frozen_at", [1.0, *(1.0 + directed.TIMEOUT + 0.001 * turn for turn in range(40))])
 def test_who_sleeps_until_its_claim_is_removed_learns_that_the_job_has_gone_on(frozen_at: float) -> None:
     """Also who sleeps between any two operations of its own claim."""
@@ -299,12 +334,19 @@ def test_a_spare_that_has_become_all_of_its_side_goes_on_and_is_found() -> None:
     assert len({one.world.uid for one in simulation.living if one.world is not None}) == 1
 
 
+def test_a_branch_whose_spare_is_gone_stops_all_the_same() -> None:
+    simulation = run(directed.branch_with_a_spare_that_is_gone())
+    assert len({told.branch for told in simulation.worlds.values() if told.commits}) == 2, simulation.describe()
+    assert len({one.world.uid for one in simulation.living if one.world is not None}) == 1, simulation.describe()
+
+
 @pytest.mark.parametrize(("most", "frozen"), [(3, (0,)), (None, (0, 4))], ids=["spares", "voters"])
 def test_no_two_branches_have_a_member_in_common(most: int | None, frozen: tuple[int, ...]) -> None:
     simulation = run(directed.branches_with_a_common_member(most, frozen))
     first, second = (told for told in simulation.worlds.values() if told.generation == 1 and told.entered_at < 11.4)
     assert all((first.commits, second.commits))
     assert not set(first.members) & set(second.members), simulation.describe()
+    assert any(worker.activity == "trains" for worker in simulation.living), "of two sides that meet one goes on"
 
 
 def test_who_waits_for_one_that_trains_elsewhere_asks_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from elastic_train.elastic.barriers import Surroundings, Waits
 from elastic_train.elastic.membership import Membership
 from elastic_train.elastic.quarantined import admissible
-from elastic_train.errors import JobFinished, LeftOut, SecondJob, StoreUnreachable, Superseded
+from elastic_train.errors import JobFinished, LeftOut, SecondJob, Stopped, StoreUnreachable, Superseded
 from elastic_train.protocol.heartbeat import Pace
 from elastic_train.protocol.liveness import Watcher, ping_interval
 from elastic_train.protocol.other_sides import OtherSides
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from tests.simulation.simulator import Simulation
 
 AHEAD_SECONDS = 10.0
-MAX_NODES = 16
 POLL_SECONDS = 0.02
 """longer ones make fewer events"""
 
@@ -62,7 +62,7 @@ class Worker:
         )
         self.state = State(plan.max_steps, lambda: machines.kernel.now)
         self.num_commits = 0
-        self.num_fruitless = 0 if was is None else was.num_fruitless_after
+        self.is_back, self.num_fruitless = was is not None, 0 if was is None else was.num_fruitless_after
         self.kept = None if was is None else was.commit or was.kept
         """of the member that this process was before"""
         self.met: tuple[Address, ...] = ()
@@ -103,8 +103,8 @@ class Worker:
             address=process.address,
             store_address=process.address,
             local_world_size=simulation.plan.workers_of(host),
-            max_nodes=MAX_NODES,
-            check=lambda: None,
+            max_nodes=plan.max_nodes,
+            check=self._check,
             log=lambda text: simulation.note(f"{self} is told: {text}"),
             answering=self._answering,
             sockets=None,  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ class Worker:
                 joins.news.send_once,
             )
         self.stop = SimpleNamespace(
-            votes=lambda: 2 * (int(self.wants_to_leave),), check=lambda: None, is_requested=False
+            votes=lambda: 2 * (int(self.wants_to_leave),), check=self._check, is_requested=False
         )
         """as StopSignal"""
         self.ring = make_ring(self)
@@ -139,7 +139,7 @@ class Worker:
     @property
     def num_fruitless_after(self) -> int:
         """As connect.Return's, if it is left out now."""
-        return 0 if self.kept is None or self.membership.has_settled else self.num_fruitless + 1
+        return 0 if not self.is_back or self.membership.has_settled else self.num_fruitless + 1
 
     @property
     def world(self) -> World | None:
@@ -186,6 +186,10 @@ class Worker:
 
     def _tend(self, world: World | None) -> None:
         self.membership.tend(world)
+
+    def _check(self) -> None:
+        if self.wants_to_leave:
+            raise Stopped(signal.SIGTERM)
 
     def _note_votes(self, why: str) -> None:
         self.waits_for_votes = why
@@ -251,6 +255,8 @@ class Worker:
             self._end(self.activity, "")
         except JobFinished:
             self._end("finished", "")
+        except Stopped:
+            self._end("left", "")
         except SecondJob as error:
             if not (self.simulation.plan.begins_twice or self.simulation.is_second_excused):
                 self.simulation.fail(f"ends with an error: {self} {error}")
