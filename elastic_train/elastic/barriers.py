@@ -137,9 +137,10 @@ class Barriers:
         return max(elsewhere, default=0.0) > self._limits.peer_timeout
 
     def _is_begun(self, world: World) -> bool:
-        """Whether a member whose training is finished, and which needs no more nodes, has begun `world`."""
+        """Whether a member whose training is finished, and which needs no more nodes, has begun `world`; or the others
+        have ended, and this one lacks the last step."""
         with suppress(StoreUnreachable):  # liveness is the watcher's business
-            is_over = self._job.heard(world, "finished") is not None
+            is_over = self._job.heard(world, "finished") is not None or self._job.is_over()
             return is_over or len(self._job.announcements.not_ready(world)) < world.world_size
         return False
 

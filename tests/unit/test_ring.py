@@ -143,6 +143,7 @@ class Fake:
         )
         job: Any = SimpleNamespace(
             heard=self.heard,
+            is_over=lambda: False,
             announcements=SimpleNamespace(
                 announce=lambda *_: None, not_ready=lambda world: range(world.world_size - self.is_ready(world))
             ),
