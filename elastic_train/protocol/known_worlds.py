@@ -116,7 +116,7 @@ class KnownWorlds:
         with self._lock:
             if decision is not None:
                 kept = tuple(one.without(decision.dead) for one in self.voters)
-                self.voters = (*kept, Voters.of(world.uid, world.workers))
+                self.voters = (*kept, Voters.of(world.uid, world.members, world.world_size))
             self.past = {**self.past, world.uid: world}
 
     def note_settled(self, world: str) -> None:
@@ -235,7 +235,7 @@ class Newcomers:
         """Return the message to the newcomers of the successor of `world`, before this member enters that successor."""
         voters = self._known.voters  # read once, too
         old = () if world is None else decision.members_after(world)[: len(decision.ranks)]
-        after = Voters.of(decision.uid, decision.members_after(world)[: self._max_world_size])  # a spare has no state
+        after = Voters.of(decision.uid, decision.members_after(world), self._max_world_size)
         told = {
             "decision": replace(decision, ranks=tuple(range(len(old)))).to_fields(),
             "old": old,

@@ -8,8 +8,8 @@ dissertation (Ongaro 2014, section 4.3).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_train.world import Member
@@ -23,7 +23,8 @@ class Voters:
     """The votes of one world.
 
     A node votes by the register of its first member; it loses its vote when that member dies. If no node has a vote
-    left, each living member has one and all these votes are needed: else each member could go on alone.
+    left, each living member has one and all these votes are needed: else each member could go on alone. So it is with
+    the spares once no member that trains is left.
     """
 
     world: str
@@ -33,20 +34,22 @@ class Voters:
     dead: frozenset[str] = frozenset()
     """uids of members that are proven dead in time, or have left on purpose"""
     members: tuple[str, ...] = ()
-    """uids of all members, by rank"""
+    """uids of all members that train, by rank"""
+    spares: tuple[str, ...] = ()
+    """uids of those that do not train, by rank"""
 
     @staticmethod
-    def of(world: str, members: Iterable[Member]) -> Voters:
+    def of(world: str, members: Sequence[Member], max_world_size: int | None = None) -> Voters:
         firsts: dict[Any, str] = {}
-        uids = []
-        for member in members:
+        for member in members[:max_world_size]:
             firsts.setdefault(member.node, member.uid)
-            uids.append(member.uid)
-        return Voters(world, tuple(firsts.values()), members=tuple(uids))
+        uids = tuple(member.uid for member in members)
+        number = len(uids) if max_world_size is None else max_world_size
+        return Voters(world, tuple(firsts.values()), members=uids[:number], spares=uids[number:])
 
     def without(self, dead: Collection[str]) -> Voters:
-        known = frozenset(self.nodes) | frozenset(self.members)
-        return Voters(self.world, self.nodes, self.dead | (frozenset(dead) & known), self.members)
+        known = frozenset(self.nodes) | frozenset(self.members) | frozenset(self.spares)
+        return replace(self, dead=self.dead | (frozenset(dead) & known))
 
     @property
     def living(self) -> tuple[str, ...]:
@@ -55,15 +58,16 @@ class Voters:
 
     @property
     def electors(self) -> tuple[str, ...]:
-        """Members that vote: the living voters, or all living members if no voter lives."""
-        return self.living or tuple(member for member in self.members if member not in self.dead)
+        """Members that vote: the living voters, or all living members if no voter lives, or else all living spares."""
+        living = (tuple(one for one in some if one not in self.dead) for some in (self.members, self.spares))
+        return self.living or next(living) or next(living)
 
 
 def may_go_on(worlds: Sequence[Voters], side: Collection[str]) -> bool:
     """Return whether `side` may decide what follows the last of `worlds`, the worlds since the last settled one.
 
     In each world the side needs more than half of the living voters, or exactly half with the lowest rank among them.
-    If no voter of a world lives, it needs all living members of that world.
+    If no voter of a world lives, it needs all living members of that world, or else all living spares.
     """
     return all(_is_enough(voters, side) for voters in worlds)
 

@@ -128,6 +128,12 @@ def spares_beside_a_claim(seed: int, lease: float | None) -> Plan:
     return replace(made, directories=() if lease else (0,) * 5, recovers_at=None, seconds=8.0)
 
 
+def spares_without_each_other() -> Plan:
+    """The only worker is killed while the two spares do not hear each other; later they do."""
+    faults = ((1.0, "partition", (1,), (2,)), (1.5, "kill", 0), (10.0, "heal_all"))
+    return plan(3, *faults, recovers_at=14.0, max_world_size=1)
+
+
 def spare_left_out_twice() -> Plan:
     """A spare is frozen while another node is killed; and again, when it stands by once more."""
     faults = (

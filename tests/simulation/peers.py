@@ -56,7 +56,7 @@ class PeersForm:
         return None if arbiter is None else lambda: arbiter
 
     def begin(self, founders: Sequence[Worker], decision: Decision) -> None:
-        worlds = [Voters.of(decision.uid, decision.new[: self._simulation.plan.max_world_size])]
+        worlds = [Voters.of(decision.uid, decision.new, self._simulation.plan.max_world_size)]
         told = to_json({"decision": decision.to_fields(), "old": [], "worlds": worlds})
         for worker in founders:
             worker.process.memory.put("admitted", told)

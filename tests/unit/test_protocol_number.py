@@ -21,7 +21,7 @@ from elastic_train.version import PROTOCOL
 from elastic_train.world import Member, World
 
 TOLD = [Heartbeat, Presence, Decision, Member, Waiting, Register, Voters, Claim, Branch, Position, Plan]
-FORMATS = {1: "902a7333e18cfb21", 2: "bbd0d6e08d2f44ef"}
+FORMATS = {1: "902a7333e18cfb21", 2: "bbd0d6e08d2f44ef", 3: "962980790e34a910"}
 """by number: the digest of all that is told"""
 
 
