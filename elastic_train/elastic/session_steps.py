@@ -21,7 +21,7 @@ from elastic_train.training.collectives import require_sound
 from elastic_train.training.kept import leave_no_trace
 from elastic_train.training.reduction import Share, StepTotals
 from elastic_train.training.sampler import MicroBatch
-from elastic_train.training.step import seed_model_draws
+from elastic_train.training.step import OF_UPDATE, seed_model_draws
 from elastic_train.world import World
 
 
@@ -169,6 +169,8 @@ class SessionSteps:
         if self._is_own_code:
             self._hints.note_begun()
             self._worker.state.remember()
+            # What the function draws now is of this rank: the numbers of the optimizer's step are the same on all.
+            seed_model_draws(self._worker.config.seed, first.step, OF_UPDATE - 1 - first.shard, self._worker.device)
         return share
 
     def leave_to_function(self, micro_batch: MicroBatch) -> None:

@@ -39,7 +39,8 @@ class Votes(NamedTuple):
 NO_VOTES = Votes()
 
 OF_UPDATE = -1
-"""instead of a shard: the draws of the optimizer's step, which no rank's samples may change"""
+"""instead of a shard: the draws of the optimizer's step, which no rank's samples may change; below it are those of a
+user's code before a step, by shard"""
 
 OF_DIVERGED = (
     "no snapshot is written of it: the next start goes on from the newest one, or from scratch where there is none "

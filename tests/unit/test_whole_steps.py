@@ -396,6 +396,31 @@ def test_what_an_optimizer_draws_is_the_same_on_every_rank(reduction: str) -> No
     assert len({*one}) == 2, "each step has its own"
 
 
+def test_what_the_function_draws_before_a_step_is_of_the_step_and_the_share() -> None:
+    """As in a loop over batches(): the optimizer's numbers, which are the same on all ranks, must not go on into it."""
+
+    def drawn_by(shard: int, drawn_before: int) -> list[float]:
+        drawn: list[float] = []
+
+        def loss(module: nn.Module, batch: Any) -> torch.Tensor:
+            drawn.append(torch.rand(()).item())
+            return module(batch[0]).square().mean()
+
+        def train(training: Any) -> None:
+            torch.rand(drawn_before)
+            for share in training.shares():
+                drawn.append(torch.rand(()).item())
+                training.commit(training.step(share, loss))
+
+        loop, _, _ = make_loop(Watched(), train)
+        loop.run(WORLD, [[(replace(first, shard=shard), batch)] for [(first, batch)] in steps(Watched())])
+        return drawn
+
+    one, again, other = drawn_by(0, 1), drawn_by(0, 2), drawn_by(1, 1)
+    assert one == again
+    assert len({*one, *other}) == 8, "no two ranks, steps or purposes have the same"
+
+
 @pytest.mark.parametrize("flags", [{}, {"clip_grad_norm": 1.0}])
 def test_a_second_optimizer_of_the_model_gets_the_gradients_of_this_step_alone(flags: dict[str, float]) -> None:
     """Whole, and not clipped by the first one's norm: that is refused."""
