@@ -114,6 +114,8 @@ class WholeSteps:
         """parameters that are trained and outside of the model: no reduction sums their gradients"""
         self._beside: list[nn.Parameter] = []
         """parameters of the model that are not the first optimizer's, which drops the gradients of its own alone"""
+        self._trained_beside: list[nn.Parameter] = []
+        """those of them that another optimizer trains"""
         self._loss: tuple[BatchLoss, Loss] | None = None
         self._looks = self._has_looked = False
         """whether to search for unused parameters, which would keep other workers out; whether that was done once"""
@@ -126,22 +128,17 @@ class WholeSteps:
             self._others = parameters_beside([state.model], state.kept.updates.optimizers)
             own = set(map(id, parameters_of(state.optimizer)))
             self._beside = [one for one in state.model.parameters() if id(one) not in own]
-            self._require_no_scaled_gradients()
+            trained = state.kept.updates.owned
+            self._trained_beside = [one for one in self._beside if id(one) in trained]
+            if state.scaler is not None and self._trained_beside:
+                raise UsageError(
+                    "--precision fp16 scales for the optimizer that run() was given, and another one in the extras "
+                    "trains a part of the model: take bf16, or loop over training.batches(), with a GradScaler there"
+                )
             self._reduction = _make_reduction(self._worker, self._membership, self._world)
             if self._begin.handover is not None:
                 self._begin.handover.begin()
         return self._reduction
-
-    def _require_no_scaled_gradients(self) -> None:
-        """Raise UsageError where an optimizer beside the first would get gradients that are scaled or not clipped."""
-        state = self._worker.state
-        trained = {id(one) for optimizer in state.kept.updates.optimizers for one in parameters_of(optimizer)}
-        is_for_one = state.scaler is not None or self._worker.config.clip_grad_norm is not None
-        if is_for_one and any(id(one) in trained for one in self._beside):
-            raise UsageError(
-                "--precision fp16 and --clip-grad-norm are for the optimizer that run() was given, and another one in "
-                "the extras trains a part of the model: loop over training.batches(), and scale and clip there"
-            )
 
     @property
     def is_comparing(self) -> bool:
@@ -229,7 +226,7 @@ class WholeSteps:
         """Clip the gradients, only in a step that counts: they are unscaled once."""
         limit, state = self._worker.config.clip_grad_norm, self._worker.state
         if limit is not None:
-            clip_gradients(state.optimizer, state.scaler, limit)
+            clip_gradients(state.optimizer, state.scaler, limit, self._trained_beside)
 
 
 def batch_loss(worker: Worker, stand_in: Callable[[], Any], loss: BatchLoss) -> Loss:

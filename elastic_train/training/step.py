@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from functools import partial
@@ -122,13 +122,18 @@ def drop_all_gradients(state: TrainState) -> None:
                 parameter.grad = None
 
 
-def clip_gradients(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, max_norm: float) -> None:
+def clip_gradients(
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    max_norm: float,
+    others: Iterable[nn.Parameter] = (),
+) -> None:
     """Limit the norm of the step's gradient (of the mean loss over all its samples), alike on every rank. `max_norm` is
-    in units of the unscaled loss."""
+    in units of the unscaled loss. `others` are trained by other optimizers, without a scaler."""
     if scaler is not None:
         scaler.unscale_(optimizer)
     with one_thread():  # machines with different numbers of cores would round the norm differently
-        nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm)
+        nn.utils.clip_grad_norm_([*parameters_of(optimizer), *others], max_norm)
 
 
 @contextmanager

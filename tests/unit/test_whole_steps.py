@@ -421,23 +421,28 @@ def test_what_the_function_draws_before_a_step_is_of_the_step_and_the_share() ->
     assert len({*one, *other}) == 8, "no two ranks, steps or purposes have the same"
 
 
-@pytest.mark.parametrize("flags", [{}, {"clip_grad_norm": 1.0}])
-def test_a_second_optimizer_of_the_model_gets_the_gradients_of_this_step_alone(flags: dict[str, float]) -> None:
-    """Whole, and not clipped by the first one's norm: that is refused."""
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_a_second_optimizer_of_the_model_gets_the_gradients_of_this_step_alone(
+    max_norm: float | None, *, is_scaled: bool
+) -> None:
+    """Clipped with those of the first one, by the norm of all. Scaled ones are refused."""
     found: list[torch.Tensor] = []
 
     def train(training: Any) -> None:
         for share in training.shares():
             mean = training.step(share, lambda module, batch: module(batch[0]).sum(1).mean())
-            found.append(training.model.bias.grad.clone())
+            found.extend(one.grad.flatten() for one in training.model.parameters())
             training.state.extras["other"].step()
             training.commit(mean)
 
     task = Watched()
-    loop, state, _ = make_loop(task, train, **flags)
+    loop, state, _ = make_loop(task, train, clip_grad_norm=max_norm)
     state.optimizer.param_groups[0]["params"] = [state.model.weight]
     state.extras["other"] = torch.optim.SGD([state.model.bias], lr=0.1)
-    state.kept = KeptStep(state.model, state.optimizer, state.extras)
-    with pytest.raises(UsageError, match="are for the optimizer that run") if flags else nullcontext():
+    state.scaler = torch.amp.GradScaler("cpu") if is_scaled else None
+    state.kept = KeptStep(state.model, state.optimizer, state.extras, state.scaler)
+    with pytest.raises(UsageError, match="--precision fp16 scales for") if is_scaled else nullcontext():
         loop.run(WORLD, steps(task))
-    assert [one.tolist() for one in found] == ([] if flags else [[1.0, 1.0], [1.0, 1.0]])
+    value = 1.0 if max_norm is None else 0.5
+    assert [one.tolist() for one in found] == ([] if is_scaled else [pytest.approx([value, value])] * 4)
