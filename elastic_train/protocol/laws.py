@@ -23,8 +23,8 @@ class Voters:
     """The votes of one world.
 
     A node votes by the register of its first member; it loses its vote when that member dies. If no node has a vote
-    left, each living member has one and all these votes are needed: else each member could go on alone. So it is with
-    the spares once no member that trains is left.
+    left, each living member has one and all these votes are needed: else each member could go on alone. If none of these
+    lives, the spares are the voters.
     """
 
     world: str
@@ -54,20 +54,20 @@ class Voters:
     @property
     def living(self) -> tuple[str, ...]:
         """Voters that are not proven dead, by rank."""
-        return tuple(node for node in self.nodes if node not in self.dead)
+        voters = self.spares if self.dead.issuperset((*self.nodes, *self.members)) else self.nodes
+        return tuple(one for one in voters if one not in self.dead)
 
     @property
     def electors(self) -> tuple[str, ...]:
-        """Members that vote: the living voters, or all living members if no voter lives, or else all living spares."""
-        living = (tuple(one for one in some if one not in self.dead) for some in (self.members, self.spares))
-        return self.living or next(living) or next(living)
+        """Members that vote: the living voters, or all living members if no voter lives."""
+        return self.living or tuple(member for member in self.members if member not in self.dead)
 
 
 def may_go_on(worlds: Sequence[Voters], side: Collection[str]) -> bool:
     """Return whether `side` may decide what follows the last of `worlds`, the worlds since the last settled one.
 
     In each world the side needs more than half of the living voters, or exactly half with the lowest rank among them.
-    If no voter of a world lives, it needs all living members of that world, or else all living spares.
+    If no voter of a world lives, it needs all living members of that world.
     """
     return all(_is_enough(voters, side) for voters in worlds)
 

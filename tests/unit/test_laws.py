@@ -200,3 +200,21 @@ def test_a_death_counts_only_in_time(peer_timeout: float) -> None:
 
 def test_who_never_answered_is_silent() -> None:
     assert not is_dead_in_time(None, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("dead", "side", "may"),
+    [
+        ("a", "cde", False),
+        ("ab", "cd", True),
+        ("ab", "de", True),
+        ("ab", "e", False),
+        ("abe", "c", True),
+        ("abe", "d", False),
+        ("abde", "c", True),
+    ],
+)
+def test_spares_vote_once_no_member_that_trains_is_left(dead: str, side: str, may: bool) -> None:
+    """Else each of them could go on alone, from a snapshot."""
+    voters = Voters("w", ("a",), members=("a", "b"), spares=("c", "d", "e")).without(dead)
+    assert may_go_on([voters], side) == may
