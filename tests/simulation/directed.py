@@ -147,6 +147,12 @@ def spare_left_out_twice() -> Plan:
     return plan(5, *faults, recovers_at=24.0, max_world_size=2)
 
 
+def spare_frozen_until_the_others_have_gone_on(leaves: bool) -> Plan:
+    """The only worker is killed, or leaves, while a spare is frozen; the other spares go on."""
+    faults = ((1.0, "freeze", 1), (1.5, "leave" if leaves else "kill", 0), (1.5 + 2 * TIMEOUT, "thaw", 1))
+    return plan(4, *faults, recovers_at=6.0 + 2 * TIMEOUT, max_world_size=1)
+
+
 def frozen_as_it_is_to_wait_for_nodes(at: float, lease: float | None) -> Plan:
     """Of four that need each other one is killed, and one of the others is frozen until they wait without it, too."""
     faults = ((1.0, "kill", 3), (at, "freeze", 2), (8.0, "thaw", 2))

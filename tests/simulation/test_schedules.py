@@ -300,6 +300,14 @@ def test_a_spare_that_has_stood_by_again_is_left_out_for_the_first_time() -> Non
     assert [worker.num_fruitless_after for worker in left_out] == [0, 0]
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_spare_that_wakes_up_after_the_only_worker_is_gone_learns_that_the_others_have_gone_on(leaves: bool) -> None:
+    """They still say that they were present, and that the worker is dead. No voter is left to tell of a decision."""
+    simulation = run(directed.spare_frozen_until_the_others_have_gone_on(leaves))
+    assert len({worker.world.uid for worker in simulation.living if worker.world is not None}) == 1
+    assert [worker.activity for worker in simulation.living].count("trains") == 1
+
+
 @FORMS
 @pytest.mark.parametrize("at", [1.15, 1.2, 1.25])
 def test_who_waits_for_nodes_in_a_world_that_is_over_goes_on_to_the_others(at: float, lease: float | None) -> None:
