@@ -104,14 +104,16 @@ class OtherSides:
         self._in_background(run)
 
     def _notify(self, world: World, mine: Position | None, winner: str) -> None:
-        def tell(store: KeyValueStore) -> None:
+        def tell(store: KeyValueStore) -> bool:
             theirs = store.get(POSITION)
             # A member that has gone on to another side while this one was frozen does not stop with this one.
-            if theirs is None or (mine is not None and from_json(Position, theirs).is_of(mine)):
+            is_of_mine = theirs is None or (mine is not None and from_json(Position, theirs).is_of(mine))
+            if is_of_mine:
                 store.create(SUPERSEDED, winner)
+            return is_of_mine  # else it may also be about to publish that it is on this branch
 
         told = self._clients.ask_each(world, range(len(world.members)), tell)
-        if told.keys() >= set(range(world.world_size)):  # a silent spare ends no world
+        if all(map(told.get, range(world.world_size))):  # a silent spare ends no world
             self._notified_in = world.uid  # else `tend` tries again, in the next world if a worker is lost
 
     def _judge_branches(self, world: World, position: Callable[[], Position | None], branch: Branch) -> None:

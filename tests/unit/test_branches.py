@@ -139,6 +139,17 @@ def test_who_has_gone_on_to_another_side_is_not_told_to_stop() -> None:
     assert sides.tend() == {1: "host9", 2: None, 9: None}
 
 
+def test_who_has_not_published_yet_that_it_is_on_this_branch_is_told_when_it_has() -> None:
+    """Else rank 0 would stop alone, and the others would go on."""
+    sides = Sides(steps=120, theirs=130)
+    sides.stores["10.0.0.1", 2].put("position", to_json(position(LINE, 119, port=2)))
+    sides.tend()
+    assert not sides.other_sides.has_notified(sides.world)
+    sides.stores["10.0.0.1", 2].put("position", to_json(position(FIRST, 120, port=2)))
+    assert sides.tend() == {1: "host9", 2: "host9", 9: None}
+    assert sides.other_sides.has_notified(sides.world)
+
+
 def test_the_side_with_fewer_steps_is_told_to_stop() -> None:
     sides = Sides(steps=120, theirs=130)
     assert sides.tend() == {1: "host9", 2: "host9", 9: None}, "each member of it"
