@@ -525,15 +525,21 @@ def test_who_waits_for_nodes_notices_that_its_watcher_has_ended() -> None:
     assert fake.now < 3.2, "it waits no longer"
 
 
+@pytest.mark.parametrize("is_over", [False, True], ids=["it has begun the world", "the job is over"])
 @pytest.mark.parametrize(("world", "stage"), [(PAIR, "form"), (SPARE, "stand by")], ids=["a worker", "a spare"])
-def test_who_waits_for_nodes_goes_on_with_one_whose_training_is_through(world: World, stage: str) -> None:
+def test_who_waits_for_nodes_goes_on_with_one_whose_training_is_through(
+    world: World, stage: str, *, is_over: bool
+) -> None:
     """A death in the last step's reduction: it has ended on one survivor, who needs no more nodes, and not here."""
     few = replace(world, members=tuple(replace(member, min_nodes=3) for member in world.members), uid="few")
     fake = Fake(train=[LOST], agree=[(few, Change())])
     ring = fake.ring()
     membership: Any = ring._membership
     membership.joins.is_end_due = False
-    fake.is_ready = lambda world: world is few and fake.now > 3.0
+    if is_over:
+        membership.job.is_over = lambda: fake.now > 3.0
+    else:
+        fake.is_ready = lambda world: world is few and fake.now > 3.0
     assert ring.run() == 0
     assert f"wait -> {stage}" in fake.stages
     assert fake.now < 3.2
