@@ -162,9 +162,9 @@ def frozen_as_it_is_to_wait_for_nodes(at: float, lease: float | None) -> Plan:
 def cut_off_until_the_end() -> Plan:
     """Two of five workers cannot be told of the first world, as their host is cut off until the others have trained to
     the end."""
-    faults = ((1.493625370819065, "partition", (0,), (2, 1)),)
-    made = Plan(290100540, (2, 2, 1), faults, 8.993625370819064, TIMEOUT, is_formed=False, num_endpoints=3)
-    return replace(made, max_steps=10, lease=60.0)
+    faults = ((1.5, "partition", (0,), (2, 1)),)
+    made = Plan(290100540, (2, 2, 1), faults, 9.0, TIMEOUT, is_formed=False, num_endpoints=3)
+    return replace(made, max_steps=12, lease=60.0)
 
 
 def first_host_comes_back() -> Plan:
