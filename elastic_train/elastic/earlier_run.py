@@ -195,19 +195,22 @@ class EarlierRun:
         worker, state = self._worker, self._worker.state
         if lost is None and self._membership.came_later and self._membership.published("run_uid") is not None:
             lost = ALL_GONE
-        told = gather_json({"lost": lost, "in_use": self._files.take_bucket(world, check)})
+        told = gather_json({"lost": lost, "run": self._run_uid, "in_use": self._files.take_bucket(world, check)})
         in_use = next((entry["in_use"] for entry in told if entry["in_use"] is not None), None)
         if in_use is not None:
             raise SnapshotsInUse(in_use)
         self._look()  # again: snapshots may have been written and pruned while this worker waited
-        lost = next((entry["lost"] for entry in told if entry["lost"] is not None), None)
+        # Whose state is lost names the run: the others may be nodes that were started again.
+        lost, run_uid = next(
+            ((entry["lost"], entry["run"]) for entry in told if entry["lost"] is not None), (None, self._run_uid)
+        )
         started = peak_rates(state) if state.generation is None else None
         restored = restore(
             state,
             world,
             self._offers,
             task=worker.must_agree_with_snapshot(),
-            run_uid=self._run_uid,
+            run_uid=run_uid,
             lost=lost,
             awaited=self._membership.awaited,
             record=self._record,

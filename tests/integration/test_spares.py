@@ -13,7 +13,10 @@ from tests.integration.cluster import (
     Node,
     check_ledger,
     events,
+    is_listening,
+    kill_at_once,
     last_step,
+    newest_snapshot,
     result,
     running,
     wait_for_step,
@@ -131,6 +134,34 @@ def test_a_spare_does_not_begin_anew_what_others_had_trained(cluster: Cluster) -
     assert spare.wait(60) == 1
     assert "all workers that had the state are gone" in spare.text()
     assert worlds(cluster.run_dir)[-1] == (0, 1)
+
+
+@pytest.mark.slow
+def test_a_spare_that_was_left_out_goes_on_with_a_node_that_is_started_again(cluster: Cluster) -> None:
+    """There is no place for it, as other nodes have come meanwhile, and all of these are killed."""
+    flags = (*TWO_SHARDS, "--snapshot-every", "10", "--min-nodes", "1", "--max-steps", "1000000")
+    conf = cluster.last_call(30)
+    [first] = cluster.start(*flags, nodes=1, nnodes="2:3", conf=conf)
+    wait_until(lambda: is_listening(cluster.port), "endpoint")
+    nodes = cluster.start(*flags, nodes=2, nnodes="2:3", conf=conf)
+    spare = spare_of(cluster, nodes)
+    wait_for_step(cluster.run_dir, 20)
+    [worker] = spare.workers()
+    worker.send_signal(signal.SIGSTOP)
+    [second] = (node for node in nodes if node is not spare)
+    second.kill()
+    wait_until(lambda: worlds(cluster.run_dir)[-1][1] == 1, "a world of one", 60)
+    later = cluster.start(*flags, nodes=2, nnodes="2:3")
+    spare_of(cluster, later)
+    worker.send_signal(signal.SIGCONT)
+    wait_until(lambda: "this one waits for a place" in spare.text(), "left out", 60)
+    kill_at_once([first, *later])
+    saved = newest_snapshot(cluster.run_dir)[0].step
+    cluster.start(*flags, nodes=1, nnodes="2:3", conf=conf)
+    wait_for_step(cluster.run_dir, saved + 20, 150)
+    restored = events(cluster.run_dir, "restore")[-1]
+    assert (restored["source"], restored["restored_step"]) == ("snapshot", saved)
+    assert worlds(cluster.run_dir)[-1][1] == 2
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from elastic_train.config import Config
+from elastic_train.elastic import earlier_run
 from elastic_train.elastic.connect import Return
 from elastic_train.elastic.earlier_run import EarlierRun, note_restart
 from elastic_train.elastic.restore import Restored
@@ -112,6 +113,26 @@ def test_a_disk_that_was_away_does_not_bring_a_superseded_run_back(bucket: Owned
     events.mkdir(exist_ok=True)
     (events / "n1.jsonl").write_text('{"event": "snapshot", "snapshot_step": 5, "generation": 0, "host": "n1"}\n')
     assert earlier._past(earlier._own_past(SINGLE)) is None, "what the disk tells is of the run before"
+
+
+def test_who_has_lost_the_state_names_the_run_also_for_nodes_that_are_started_again(
+    bucket: OwnedBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These have no name of it yet. Else they would not look at its snapshots, and end with an error."""
+    earlier: Any = look(bucket, tmp_path, warnings=[])
+    earlier._worker.state.generation, earlier._worker.must_agree_with_snapshot = 4, dict
+    earlier._membership.came_later, earlier._membership.awaited = False, None
+    earlier._files.take_bucket = lambda _world, _check: None
+    other = {"lost": "all are gone", "run": "theirs", "in_use": None}
+    monkeypatch.setattr(earlier_run, "gather_json", lambda mine: [mine, other])
+
+    def restore(*_: Any, run_uid: str, lost: str | None, **__: Any) -> None:
+        assert (run_uid, lost) == ("theirs", "all are gone")
+        raise Met
+
+    monkeypatch.setattr(earlier_run, "restore", restore)
+    with pytest.raises(Met):
+        earlier.restore(PAIR, lost=None, check=pytest.fail)
 
 
 @pytest.mark.parametrize("before", [None, (0, 10)])
