@@ -160,8 +160,9 @@ def set_variable(script: str, name: str, value: str) -> str:
 
 def submit(script: str) -> str:
     """Return the output of sbatch. Raises: ElasticTrainError: sbatch is missing or refuses the script."""
-    # In a task of an array, or a job that was started again, sbatch would pass on that job's numbers to the new one.
-    own = {name: value for name, value in os.environ.items() if not re.match("SLURM_(ARRAY_|RESTART_COUNT)", name)}
+    own = dict(os.environ)
+    if "SLURM_JOB_ID" in own:  # sbatch would pass on this job's array, and the GPUs and memory that srun asks for here
+        own = {name: value for name, value in own.items() if not re.match("SLURM_(?!(CONF|CLUSTERS|JWT)$)", name)}
     try:
         done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True, check=False, env=own)
     except FileNotFoundError as error:

@@ -255,14 +255,26 @@ def test_every_row_of_the_page_gives_a_script(words: list[str], capsys: pytest.C
     assert done.returncode == 0, done.stdout
 
 
-def test_what_a_task_of_an_array_submits_is_no_task_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """sbatch hands its environment on; the script would write to the array's run, and stop the array's task."""
-    given = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1", "SLURM_CONF": "x"}
-    for name, value in (with_programs(tmp_path, sbatch=f"env > {tmp_path}/env") | given).items():
+@pytest.mark.parametrize("is_in_job", [True, False])
+def test_what_a_job_submits_knows_nothing_of_that_job(
+    is_in_job: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch hands its environment on. The script would write to the run of that job's array and stop its task, and
+    srun would ask for that job's GPUs and memory: `SLURM_MEM_PER_CPU and SLURM_MEM_PER_NODE are mutually exclusive`."""
+    of_user = {"SLURM_CONF": "x", "SLURM_JWT": "y", "SLURM_CLUSTERS": "z"}
+    of_job = {
+        "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1", "SLURM_MEM_PER_CPU": "100",
+        "SLURM_GPUS_PER_NODE": "2", "SLURM_GPUS_ON_NODE": "2",
+    }  # fmt: skip
+    environ = with_programs(tmp_path, sbatch=f"env > {tmp_path}/env") | of_user | of_job
+    for name, value in environ.items():
         monkeypatch.setenv(name, value)
+    if not is_in_job:
+        monkeypatch.delenv("SLURM_JOB_ID")
     assert main(["submit", "slurm"]) == 0
-    handed_on = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "SLURM" in line)
-    assert {name: value for name, value in given.items() if name in handed_on} == {"SLURM_CONF": "x"}
+    handed_on = {line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines()}
+    names = {name for name in handed_on if name.startswith("SLURM_")}
+    assert names == of_user.keys() if is_in_job else names >= of_user.keys() | of_job.keys()
 
 
 def test_without_slurm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
