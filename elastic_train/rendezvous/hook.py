@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -78,7 +79,8 @@ def keep_nohup(environ: MutableMapping[str, str]) -> None:
 def outlive_notice() -> None:
     """Ignore SIGUSR1 in this process, but not in its workers, which get it too: by `srun --signal=USR1` SLURM announces
     the end of the time to all processes (--notices slurm), and it would end an agent at once."""
-    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+    is_main = threading.current_thread() is threading.main_thread()  # on another one torch handles no signals either
+    if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, lambda _signum, _frame: None)  # not SIG_IGN, which the workers would inherit
 
 

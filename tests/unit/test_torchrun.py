@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -438,6 +439,15 @@ def test_the_hook_leaves_everything_else_to_torch() -> None:
     assert isinstance(registry.get_rendezvous_handler(parameters()), WorkersHandler)
     assert isinstance(registry.get_rendezvous_handler(parameters(max_nodes=1)), WorkersHandler)
     assert asked == others
+
+
+def test_an_agent_may_run_on_another_thread_than_the_main_one() -> None:
+    """As torch allows, with a warning: a launcher of one's own, with ELASTIC_TRAIN=1."""
+    registry = SimpleNamespace(get_rendezvous_handler=lambda given: given)
+    hook.answer_c10d(registry)
+    with ThreadPoolExecutor(1) as pool:
+        asked = parameters("etcd3")
+        assert pool.submit(registry.get_rendezvous_handler, asked).result(60) is asked
 
 
 @pytest.mark.parametrize("backend", ["etcd", "consul"])
