@@ -38,8 +38,8 @@ def spawn(num_workers: int, arguments: Sequence[str]) -> int:
     """Run workers with these flags, wait for all of them, and return the exit code of the job.
 
     This process hosts their store, so any worker may die and the rest go on. The code is 0 if a worker reached the end
-    of training, else the first code by rank. All workers get the SIGTERM, SIGINT and SIGHUP of this process, unless it
-    ignores SIGHUP, and its SIGUSR1, SLURM's notice.
+    of training, else the first code by rank. All workers get the SIGTERM and SIGINT of this process, and unless it
+    ignores them its SIGHUP and SIGUSR1, SLURM's notice.
     """
     require_linux("--spawn")
     from torch.distributed import TCPStore
@@ -65,7 +65,8 @@ def spawn(num_workers: int, arguments: Sequence[str]) -> int:
         for worker in workers:
             worker.send_signal(signum)  # no-op for a worker that has ended
 
-    for signum in (*signals_to_handle(), signal.SIGUSR1):
+    is_ignored = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN  # as after `trap '' USR1`: workers inherit that
+    for signum in signals_to_handle() + ([] if is_ignored else [signal.SIGUSR1]):
         signal.signal(signum, pass_on)
     command = [sys.executable, "-m", "elastic_train", *arguments]
     for rank in range(num_workers):

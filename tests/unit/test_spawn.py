@@ -53,17 +53,16 @@ def test_a_signal_that_comes_while_workers_are_started_reaches_each_once(workers
     assert [worker.told for worker in workers] == [[signal.SIGTERM]] * 3
 
 
-@pytest.mark.parametrize(
-    ("before", "told"), [(signal.SIG_DFL, [signal.SIGTERM, signal.SIGHUP]), (signal.SIG_IGN, [signal.SIGTERM])]
-)
-def test_a_terminal_that_closes_is_passed_on(
-    before: signal.Handlers, told: list[int], workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_terminal_that_closes_and_a_notice_are_passed_on(
+    before: signal.Handlers, signum: signal.Signals, workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not under nohup, which ignores it."""
-    signal.signal(signal.SIGHUP, before)
-    monkeypatch.setattr(FakeWorker, "wait", lambda _self: os.kill(os.getpid(), signal.SIGHUP) or 0)
+    """Not under nohup or `trap '' USR1`, which ignore them; workers, which have no handler, would die."""
+    signal.signal(signum, before)
+    monkeypatch.setattr(FakeWorker, "wait", lambda _self: os.kill(os.getpid(), signum) or 0)
     assert spawn(1, []) == 0
-    assert [worker.told for worker in workers] == [told]
+    assert [worker.told for worker in workers] == [[signal.SIGTERM] + [signum] * (before is signal.SIG_DFL)]
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "run", AGENT_VARIABLE: "1 1"}
