@@ -23,8 +23,8 @@ class Voters:
     """The votes of one world.
 
     A node votes by the register of its first member; it loses its vote when that member dies. If no node has a vote
-    left, each living member has one and all these votes are needed: else each member could go on alone. If none of these
-    lives, the spares are the voters.
+    left, each living member has one and all these votes are needed: else each member could go on alone. If none of them
+    lives, the spares vote.
     """
 
     world: str
