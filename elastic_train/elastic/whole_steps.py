@@ -190,7 +190,7 @@ class WholeSteps:
         self._membership.sockets.require_unbroken()
         self._clip()
         # What an optimizer draws (noise, stochastic rounding) must be the same on every rank, as must its update.
-        seed_model_draws(self._worker.config.seed, micro_batches[0][0].step, OF_UPDATE, self._worker.device)
+        seed_model_draws(self._worker.config.seed, self._worker.state.step + 1, OF_UPDATE, self._worker.device)
         return totals
 
     def _gradients_beside(self) -> list[tuple[int, int]]:

@@ -1117,7 +1117,8 @@ def whole_steps(
 ) -> WholeSteps:
     nothing: Any = None
     membership: Any = SimpleNamespace(sockets=sockets, watcher=SimpleNamespace(do=do))
-    worker: Any = SimpleNamespace(config=parse([]), state=SimpleNamespace(optimizer=None))
+    state = SimpleNamespace(optimizer=None, step=0)
+    worker: Any = SimpleNamespace(config=parse([]), state=state, device=torch.device("cpu"))
     passes: Any = SimpleNamespace(note=lambda: None, look=lambda: None)
     steps = WholeSteps(worker, membership, nothing, begin, StateChecks(worker, membership), nothing, nothing, passes)
     steps._reduction = inner
