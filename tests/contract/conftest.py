@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from elastic_train.protocol import signposts
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.tools.drills.etcd_cluster import EtcdMissing
 from tests.contract.forms import FORMS, MIN_NODES, PATIENCE, Form
@@ -15,9 +16,10 @@ from tests.etcd_cluster import etcd_running
 @pytest.fixture(scope="module", autouse=True)
 def _impatient_resolver() -> Iterator[None]:
     """TCPStore looks up the name of every peer, on its server's one thread too, and IPv4 ones not in /etc/hosts: a name
-    server that does not answer stops the whole store for 5 s."""
+    server that does not answer stops the whole store for 5 s. Here for 1 s, for which a test that asks once waits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
+        patch.setattr(signposts, "CONNECT_SECONDS", 5.0)
         yield
 
 

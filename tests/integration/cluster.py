@@ -147,7 +147,8 @@ def last_step(run_dir: Path) -> int:
     return max((next((int(line["step"]) for line in file if line["event"] == "step"), 0) for file in files), default=0)
 
 
-def wait_for_step(run_dir: Path, step: int, timeout: float = 60.0) -> None:
+def wait_for_step(run_dir: Path, step: int, timeout: float = 120.0) -> None:
+    """Wait also for the start: several processes import torch, perhaps on a busy machine."""
     wait_until(lambda: last_step(run_dir) >= step, f"step {step}", timeout)
 
 
