@@ -238,7 +238,8 @@ class Survivors:
                 self._check()  # not before: the others may admit this member to a world, which it then leaves by vote
             if found.votes:  # those members may come back: from now on only their silence counts against them
                 self._require_no_better()
-                self._require_unfinished()
+                if self._job.is_over():
+                    raise JobFinished("the job reached its end without this worker")
                 counted_from = now
                 self._watcher.forgive()
                 agreement = self._agreement(world, has_formed, has_run_out, is_early)
@@ -260,10 +261,6 @@ class Survivors:
     def _goes_on(self, world: World) -> bool:
         """Whether `world`, which this spare takes for broken, goes on, or has finished: then its members are gone."""
         return self._job.heard(world, "finished") is not None or self._watcher.contacts.are_training(world)
-
-    def _require_unfinished(self) -> None:
-        if self._job.is_over():
-            raise JobFinished("the job reached its end without this worker")
 
     def _is_before(self, time: float) -> bool:
         return self._around.monotonic() < time

@@ -40,12 +40,12 @@ class Voters:
 
     @staticmethod
     def of(world: str, members: Sequence[Member], max_world_size: int | None = None) -> Voters:
+        workers = members[:max_world_size]
         firsts: dict[Any, str] = {}
-        for member in members[:max_world_size]:
+        for member in workers:
             firsts.setdefault(member.node, member.uid)
-        uids = tuple(member.uid for member in members)
-        number = len(uids) if max_world_size is None else max_world_size
-        return Voters(world, tuple(firsts.values()), members=uids[:number], spares=uids[number:])
+        training, spares = (tuple(one.uid for one in some) for some in (workers, members[len(workers) :]))
+        return Voters(world, tuple(firsts.values()), members=training, spares=spares)
 
     def without(self, dead: Collection[str]) -> Voters:
         known = frozenset(self.nodes) | frozenset(self.members) | frozenset(self.spares)
