@@ -332,6 +332,13 @@ def test_what_an_earlier_end_came_to_is_not_told_of_the_run(run_dir: Path) -> No
     assert "As result.json has it" not in text
 
 
+def test_a_torchrun_that_did_not_end(run_dir: Path) -> None:
+    """That of a node which was in no world any more."""
+    mark_as_drill(run_dir)
+    edit_lines(run_dir / "drill" / "nodes.jsonl", lambda lines: lines[:-1])
+    assert only_failure(run_dir, "end") == "end: the torchrun of node3 did not end"
+
+
 def test_a_survivor_whose_torchrun_failed(run_dir: Path) -> None:
     mark_as_drill(run_dir)
     change(run_dir / "drill" / "nodes.jsonl", lambda line: line.get("code") == 0, code=1)

@@ -215,14 +215,29 @@ def test_a_fault_that_was_not_injected(run_dir: Path) -> None:
     assert verdicts(found)["losses"] is CheckOutcome.FAIL, "then somebody was lost without it"
 
 
+def test_a_fault_without_effect(run_dir: Path) -> None:
+    mark_as_drill(run_dir, num_faults=2)
+    faults = run_dir / "drill" / "faults.jsonl"
+    at_b = {"number": 1, "target": "node2", "may_take": ["node2"], "injected_at": START + 1.9}
+    edit_lines(faults, lambda lines: [*lines, *({**line, **at_b, "seconds": 0.2} for line in lines)])
+    told = "faults: fault 1 (kill of node2) was injected, and b/0/12 trained on in generation 1"
+    assert only_failure(run_dir, "faults") == told
+    edit_lines(faults, lambda lines: [*lines, {"what": "undone", "number": 1, "time": START + 2.0}])
+    assert audit(run_dir).passed, "it was to pass"
+    edit_lines(faults, lambda lines: [{**line, "seconds": 0.0} for line in lines if line["what"] != "undone"])
+    assert verdicts(audit(run_dir))["faults"] is CheckOutcome.PASS, "its node was in no world"
+
+
 def test_a_worker_that_failed_although_no_fault_was_injected_there(run_dir: Path) -> None:
     mark_as_drill(run_dir)
     fail(run_dir, MEMBERS[2], 1.4)
     assert audit(run_dir).passed, "it was the fault's target"
     edit_lines(run_dir / "drill" / "faults.jsonl", lambda lines: [{**lines[0], "may_take": ["node2"]}, lines[1]])
-    reasons = only_failure(run_dir, "losses")
-    assert "c/0/13 of node3 failed: AttributeError: x, and no fault was injected there" in reasons
-    assert "c/0/13 of node3 was lost before generation 1, and no fault was injected there" in reasons
+    reasons = audit(run_dir).reasons
+    assert reasons[1:] == [
+        "losses: c/0/13 of node3 failed: AttributeError: x, and no fault was injected there",
+        "losses: c/0/13 of node3 was lost before generation 1, and no fault was injected there",
+    ]
 
 
 @pytest.mark.parametrize("told_by", ["world", "peer_lost", "nobody"])

@@ -529,8 +529,25 @@ def test_a_member_that_wrote_all_steps_of_its_world_beside_rank_0(run_dir: Path)
     own = [{**line, "host": "c", "pid": 13} for line in read_all(events_of(run_dir)) if line["event"] == "step"][:3]
     edit_lines(events_of(run_dir, MEMBERS[2]), lambda lines: [*lines, *own[1:]])
     assert audit(run_dir).reasons == []
-    edit_lines(events_of(run_dir, MEMBERS[2]), lambda lines: [*lines, own[0]])
+    edit_lines(events_of(run_dir, MEMBERS[2]), lambda lines: [*lines[:-2], *own])
     assert only_failure(run_dir, "steps") == "steps: generation 0 committed step 1 more than once"
+
+
+def test_steps_that_a_worker_wrote_in_another_order(run_dir: Path) -> None:
+    change(events_of(run_dir), lambda line: (line["event"], line["step"]) == ("step", 6), step=50)
+    change(events_of(run_dir), lambda line: (line["event"], line["step"]) == ("step", 5), step=6)
+    change(events_of(run_dir), lambda line: (line["event"], line["step"]) == ("step", 50), step=5)
+    assert only_failure(run_dir, "steps") == "steps: a/0/11 committed step 5 after step 6, in generation 1"
+
+
+def test_a_survivor_that_went_on_from_fewer_steps_than_it_had(run_dir: Path) -> None:
+    """Step 4 was committed, for b had applied it too, and the next world began without it."""
+    path = events_of(run_dir, MEMBERS[1])
+    change(path, lambda line: line["event"] == "peer_lost", step=4)
+    assert only_failure(run_dir, "steps") == "steps: b/0/12 had committed step 4, and began generation 1 at step 3"
+    world = next(filter(is_second_world, read_all(path)))
+    edit_lines(path, lambda lines: [*lines, {**world, "event": "restore", "source": "peer", "restored_step": 3}])
+    assert audit(run_dir).passed, "it was given the state of the others, who had not applied it"
 
 
 def test_an_epoch_that_was_too_short(run_dir: Path) -> None:

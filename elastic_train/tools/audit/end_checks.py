@@ -105,7 +105,7 @@ def is_live(history: History) -> bool:
 
 
 def _wrong_ends(history: History, drill: DrillRecord) -> Iterable[str]:
-    """Yield what is wrong with the ends of the last world's nodes: exit codes and times of their torchruns."""
+    """Yield which torchruns did not end, and what is wrong with the exit codes and times of the last world's nodes."""
     ends = {line["node"]: line for line in drill.nodes if line["what"] == "ended"}
     phases = dict((history.result or {}).get("goodput") or {})
     limit = ENDING_SECONDS + sum(float(phases.get(name) or 0.0) for name in ("evaluate", "snapshot"))
@@ -113,10 +113,11 @@ def _wrong_ends(history: History, drill: DrillRecord) -> Iterable[str]:
     for member, found in nodes.items():
         if found is None:
             yield f"{member} was in the last world, and was seen on no node of the drill"
-    for node in sorted({found for found in nodes.values() if found is not None}):
-        if node not in ends:
-            yield f"{node} finished, but its torchrun did not end"
-            continue
+    begun = {line["node"]: line["time"] for line in drill.nodes if line["what"] == "started"}
+    for node, at in sorted(begun.items()):
+        if node not in ends or ends[node]["time"] < at:
+            yield f"the torchrun of {node} did not end"
+    for node in sorted({found for found in nodes.values() if found is not None} & ends.keys()):
         if (code := ends[node].get("code")) != 0:
             yield f"{node} finished, but its torchrun exited with {code}"
         if history.kept and (seconds := ends[node]["time"] - history.kept[-1].time) > limit:

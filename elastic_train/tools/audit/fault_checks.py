@@ -11,12 +11,13 @@ from elastic_train.runlog.reader import float_of
 from elastic_train.tools.audit.finding import Found, Skip
 from elastic_train.tools.audit.history import History, PastWorld
 from elastic_train.tools.audit.lost_time import Outage, outages_of
-from elastic_train.tools.audit.record import UNKNOWN
+from elastic_train.tools.audit.record import UNKNOWN, DrillRecord, FaultRecord
 from elastic_train.wording import count
 
 JOIN_LIMIT_SECONDS = 300.0
 """how long a newcomer may take to import torch and to join, on a busy machine"""
 RESTART_LIMIT_SECONDS = 600.0
+ROUNDING_SECONDS = 1e-3
 
 
 def check_incidents(history: History) -> Found:
@@ -149,7 +150,26 @@ def check_faults(history: History) -> Found:
         for fault in faults
         if fault.name == UNKNOWN
     ]
+    findings += [what for fault in faults for what in _without_effect(history, history.drill, fault)]
     if len(faults) < planned:
         findings.append(f"only {len(faults)} of {planned} faults were tried")
     injected = Counter(fault.name for fault in faults if fault.injected_at is not None)
     return ", ".join(f"{name} {n}" if n > 1 else name for name, n in sorted(injected.items())) or "none", findings
+
+
+def _without_effect(history: History, drill: DrillRecord, fault: FaultRecord) -> Iterator[str]:
+    """Yield the workers that a fault was to take and that trained on in the world by which the job had recovered. After
+    0 seconds it had, because the node was in no world; a fault that was undone by then was to take nobody."""
+    if fault.injected_at is None or not fault.recovered_seconds:
+        return
+    recovered_at = fault.injected_at + fault.recovered_seconds
+    if fault.undone_at is not None and fault.undone_at <= recovered_at:
+        return
+    by_then = (step.generation for step in history.written if step.time <= recovered_at + ROUNDING_SECONDS)
+    generation = max(by_then, default=None)
+    for life in history.lives:
+        was_there = life.began < fault.injected_at and drill.node_of.get(life.member) in fault.may_take
+        is_in = any((line["event"], line["generation"]) == ("world", generation) for line in life.lines)
+        if was_there and is_in and life.ended > recovered_at:
+            name = f"fault {fault.number} ({fault.name} of {fault.target})"
+            yield f"{name} was injected, and {life.member} trained on in generation {generation}"

@@ -197,7 +197,7 @@ def check_steps(history: History) -> Found:
     gaps = [step for step in absent if not history.unwritten.writers("step", step, _newest_with(history, step))]
     if gaps:
         findings.append(f"step {gaps[0]} was never committed, and the run came to step {newest} ({len(gaps)} missing)")
-    findings += _of_other_epochs(history)
+    findings += [*_of_other_epochs(history), *_gone_back(history)]
     lines = history.of("snapshot")
     saved = sorted({(int(line["generation"]), int(line["snapshot_step"]), Path(line["path"]).name) for line in lines})
     reached, before = 0, None
@@ -242,6 +242,20 @@ def _of_other_epochs(history: History) -> Iterator[str]:
             yield f"step {step.step} belongs to epoch {epoch}, its line says {step.epoch}"
 
 
+def _gone_back(history: History) -> Iterator[str]:
+    """Yield workers that by their own files committed the steps of a generation in another order, or began the next
+    world with fewer steps than they had committed, although no state was given to them."""
+    for life in history.lives:
+        for one, later in itertools.pairwise(life.steps):
+            if later.generation == one.generation and later.step < one.step:
+                yield f"{life.member} committed step {later.step} after step {one.step}, in generation {one.generation}"
+        given = {line["generation"] for line in life.lines if line["event"] == "restore"}
+        for line, world in itertools.pairwise(life.lines):
+            if world["event"] == "world" and world["step"] < line["step"] and world["generation"] not in given:
+                began = f"generation {world['generation']} at step {world['step']}"
+                yield f"{life.member} had committed step {line['step']}, and began {began}"
+
+
 def _newest_with(history: History, step: int) -> int:
     """The newest generation that may have committed a step; 0 if the step was undone."""
     began = (world.generation for world in history.worlds if world.step < step <= history.last_step)
@@ -274,12 +288,9 @@ def _was_in_hand(history: History, world: PastWorld, before: PastWorld | None, r
     )
 
 
-_Saved = tuple[int, int, str]
-"""generation, step and name of a snapshot"""
-
-
-def _overlooked(history: History, world: PastWorld, saved: list[_Saved]) -> int | None:
-    """The step of the newest snapshot if a world of new processes should have begun with it; else None.
+def _overlooked(history: History, world: PastWorld, saved: list[tuple[int, int, str]]) -> int | None:
+    """The step of the newest snapshot if a world of new processes should have begun with it; else None. `saved` has the
+    generation, step and name of each snapshot, in order.
 
     Outside of a drill a world may begin with an older snapshot: the newest may be lost with the disk of its node. A
     snapshot that --keep-snapshots had pruned does not count, even if the newer ones were damaged later.
@@ -303,16 +314,16 @@ def check_generations(history: History) -> Found:
         raise Skip("no world ever stood")
     findings = []
     for world in history.worlds:
+        name = f"generation {world.generation}"
         if len(world.memberships) > 1:
             groups = " and ".join(f"[{', '.join(members)}]" for members in world.memberships)
-            findings.append(f"generation {world.generation} has {len(world.memberships)} memberships: {groups}")
+            findings.append(f"{name} has {len(world.memberships)} memberships: {groups}")
         if len(world.steps) > 1:
-            steps = " and ".join(map(str, world.steps))
-            findings.append(f"generation {world.generation} began at different steps: {steps}")
+            findings.append(f"{name} began at different steps: {' and '.join(map(str, world.steps))}")
         if len(set(world.members)) < len(world.members):
-            findings.append(f"generation {world.generation} has a member twice")
+            findings.append(f"{name} has a member twice")
         if silent := _silent(history, world):
-            findings.append(f"generation {world.generation} committed steps, and {_names(silent)} never stood in it")
+            findings.append(f"{name} committed steps, and {_names(silent)} never stood in it")
     for before, after in itertools.pairwise(history.worlds):
         name = f"generation {after.generation}"
         if (early := _seconds_before(after, before)) > WALL_TOLERANCE:
