@@ -25,11 +25,11 @@ PATIENCE = 600.0
 def start(cluster: Cluster, *flags: str, port: int | None = None, run_dir: Path | None = None) -> Node:
     """A node that checks, as the README says."""
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port or cluster.port}"]
-    conf = "--rdzv-conf=last_call_timeout=60"
+    conf = [] if "--nodes" in flags else ["--rdzv-conf=last_call_timeout=60"]
     if cluster.etcd is not None:
         rendezvous = ["--rdzv-backend=etcd3", f"--rdzv-endpoint={cluster.etcd.endpoint}"]
     command = [
-        *TORCHRUN, *rendezvous, conf, "--nnodes=1:2", "-m", "elastic_train.check", *flags,
+        *TORCHRUN, *rendezvous, *conf, "--nnodes=1:2", "-m", "elastic_train.check", *flags,
         "--", "--run-dir", str(run_dir or cluster.run_dir),
     ]  # fmt: skip
     return cluster.launch(command, {})

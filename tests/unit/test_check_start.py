@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from elastic_train.config import parse
+from elastic_train.rendezvous.etcd_settings import EtcdSettings
 from elastic_train.rendezvous.launch import C10dSettings, Launch
-from elastic_train.tools.check.check_command import judge, of_the_job
+from elastic_train.tools.check.check_command import judge, of_the_job, until_all_come
 from elastic_train.tools.check.facts import Gathered, RendezvousFacts, Wanted, WorkerFacts
 from elastic_train.tools.check.here import look_here
 from elastic_train.tools.check.trial_place import trial_place
@@ -25,6 +26,19 @@ ALONE = Launch()
 UNDER_TORCHRUN = Launch(agent_pid=1, c10d=C10dSettings(("localhost:1",), min_nodes=1, max_nodes=2, last_call=2.0))
 UNDER_SRUN = Launch(world_size=4, num_nodes=4)
 """as deploy/slurm looks at nodes: one task of each, whatever the job's workers are"""
+
+
+def test_a_check_waits_for_the_nodes_that_are_wanted() -> None:
+    """Longer than the last call of their job: they are started one by one."""
+    settings = UNDER_TORCHRUN.c10d
+    assert settings is not None
+    assert until_all_come(UNDER_TORCHRUN, None, 120.0) == UNDER_TORCHRUN
+    of_four = replace(UNDER_TORCHRUN, c10d=replace(settings, min_nodes=2, max_nodes=4))
+    for wanted, most in ((1, 2), (3, 3), (8, 4)):
+        waiting = until_all_come(of_four, wanted, 120.0)
+        assert waiting.c10d == replace(settings, min_nodes=2, max_nodes=most, last_call=120.0)
+    etcd = EtcdSettings(("localhost:2379",), max_nodes=4)
+    assert until_all_come(Launch(etcd=etcd), 3, 120.0).etcd == replace(etcd, max_nodes=3, last_call=120.0)
 
 
 class Empty(Task):

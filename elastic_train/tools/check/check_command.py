@@ -6,12 +6,13 @@ import argparse
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from elastic_train.config import Config, check_number, parse
 from elastic_train.errors import FormationFailed, LeftOut, StoreRefused, StoreUnreachable, UsageError
 from elastic_train.protocol.addresses import parse_endpoints
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
-from elastic_train.rendezvous.launch import Launch, max_nodes_of
+from elastic_train.rendezvous.launch import C10dSettings, Launch, max_nodes_of
 from elastic_train.stopping import StopSignal, die_with_agent
 from elastic_train.tools.check import node_rules, world_rules
 from elastic_train.tools.check.advice import Finding, Level
@@ -54,6 +55,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     config = replace(parse(arguments.flags, own_flags(arguments.flags)), formation_timeout=arguments.wait)
     launch = launch_of(config, os.environ)
     wanted = wanted_of(arguments, launch, os.environ)
+    launch = until_all_come(launch, wanted.nodes, arguments.wait)
     findings = judge(gather(config, launch, wanted, arguments))
     is_good = is_passed(findings)
     if launch.local_rank == 0:  # once in each node's terminal or log
@@ -97,6 +99,23 @@ def launch_of(config: Config, environ: Mapping[str, str]) -> Launch:
         c10d = launch.c10d and replace(launch.c10d, join_timeout=config.formation_timeout)
         return replace(launch, run_id=f"{launch.run_id}/{OWN_ID}", c10d=c10d)
     return launch
+
+
+def until_all_come(launch: Launch, nodes: int | None, seconds: float) -> Launch:
+    """The launch of a world that waits up to `seconds` for the wanted `nodes`, if their number is known: people start
+    them one by one, and the last call of a job, which admits later nodes, is short."""
+    if nodes is None:
+        return launch
+    c10d = launch.c10d and _awaiting(launch.c10d, nodes, seconds)
+    return replace(launch, c10d=c10d, etcd=launch.etcd and _awaiting(launch.etcd, nodes, seconds))
+
+
+Settings = TypeVar("Settings", C10dSettings, EtcdSettings)
+
+
+def _awaiting(settings: Settings, nodes: int, seconds: float) -> Settings:
+    most = max(settings.min_nodes, min(nodes, settings.max_nodes))
+    return replace(settings, max_nodes=most, last_call=max(seconds, settings.last_call))
 
 
 def of_the_job(config: Config, launch: Launch, workers: int | None) -> tuple[Config, Launch]:
