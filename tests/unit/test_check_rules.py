@@ -19,9 +19,8 @@ from elastic_train.tools.check.facts import (
     SharedFacts,
     Wanted,
     WorkerFacts,
-    facts_of,
-    to_json,
 )
+from elastic_train.world import from_json, to_json
 
 GB = 10**9
 NOW = 1.8e9
@@ -113,9 +112,9 @@ def test_a_good_job_passes_with_a_word_from_every_rule() -> None:
 
 def test_facts_survive_their_way_through_the_store() -> None:
     one = replace(worker(1), gpu=GPU, rendezvous=RendezvousFacts((Problem("a", "b"), Problem("c", "d"))))
-    assert facts_of(WorkerFacts, to_json(one)) == one
-    assert facts_of(WorkerFacts, to_json(worker(0))) == worker(0)
-    assert facts_of(SharedFacts, to_json(shared(0, 3))) == shared(0, 3)
+    assert from_json(WorkerFacts, to_json(one)) == one
+    assert from_json(WorkerFacts, to_json(worker(0))) == worker(0)
+    assert from_json(SharedFacts, to_json(shared(0, 3))) == shared(0, 3)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

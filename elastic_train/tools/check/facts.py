@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import TypeVar
-
-from simple_parsing.helpers.serialization.serializable import from_dict
+from dataclasses import dataclass
 
 ALL_REDUCE_BYTES = 4 * 2**20
 
@@ -118,18 +114,6 @@ class SharedFacts:
     """time of an all-reduce of ALL_REDUCE_BYTES over all workers, on their devices"""
     group_error: str | None = None
     """why the process group was not formed, or why it broke"""
-
-
-Facts = TypeVar("Facts", WorkerFacts, SharedFacts)
-
-
-def to_json(facts: WorkerFacts | SharedFacts) -> str:
-    return json.dumps(asdict(facts), separators=(",", ":"))
-
-
-def facts_of(kind: type[Facts], text: str) -> Facts:
-    """The facts that `to_json` was given."""
-    return from_dict(kind, json.loads(text))
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.protocol.probes import Probe, probe
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.rules import common_backend
-from elastic_train.tools.check.facts import ALL_REDUCE_BYTES, SharedFacts, WorkerFacts, facts_of, to_json
+from elastic_train.tools.check.facts import ALL_REDUCE_BYTES, SharedFacts, WorkerFacts
 from elastic_train.tools.check.trial_place import TrialPlace
 from elastic_train.training.collectives import barrier
-from elastic_train.world import Member, World
+from elastic_train.world import Member, World, from_json, to_json
 
 PROBE_SECONDS = 3.0
 MOST_PROBES = 64
@@ -91,7 +91,7 @@ def look_together(
     directory.leave_mark(token, world.rank)
     if directory.error is not None:
         mine = replace(mine, snapshot_dir_error=directory.error)
-    workers = [facts_of(WorkerFacts, text) for text in gather(membership, world, "here", to_json(mine))]
+    workers = [from_json(WorkerFacts, text) for text in gather(membership, world, "here", to_json(mine))]
     ranks = range(len(world.members))
     shared = SharedFacts(
         unreachable=tuple(rank for rank in probed_by(world.rank, len(world.members)) if not is_reachable(world, rank)),
@@ -103,7 +103,7 @@ def look_together(
         if not is_communication_error(error):
             raise
         shared = replace(shared, group_error=first_line(error))
-    found = [facts_of(SharedFacts, text) for text in gather(membership, world, "shared", to_json(shared))]
+    found = [from_json(SharedFacts, text) for text in gather(membership, world, "shared", to_json(shared))]
     gather(membership, world, "through", "", waits=world.rank == 0)  # rank 0 may host the store, and ends last
     return workers, found
 
