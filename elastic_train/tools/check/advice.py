@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -53,10 +53,9 @@ def by_value(values: Iterable[str]) -> dict[str, list[int]]:
     return found
 
 
-def errors(gathered: Gathered, error_of: Callable[[WorkerFacts], str | None]) -> list[tuple[str, list[int]]]:
-    """Return each distinct error and the ranks of the workers that have it."""
-    found = by_value(error_of(worker) or "" for worker in gathered.workers)
-    return [(error, ranks) for error, ranks in found.items() if error]
+def errors(of_ranks: Iterable[str | None]) -> list[tuple[str, list[int]]]:
+    """Return each distinct error and the ranks that have it."""
+    return [(error, ranks) for error, ranks in by_value(error or "" for error in of_ranks).items() if error]
 
 
 def nodes_of(gathered: Gathered, ranks: Iterable[int]) -> str:

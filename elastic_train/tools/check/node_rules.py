@@ -10,7 +10,6 @@ from elastic_train.storage.shares import senders
 from elastic_train.storage.store_urls import is_url
 from elastic_train.tools.check.advice import (
     Finding,
-    Level,
     breaks,
     by_value,
     errors,
@@ -47,7 +46,7 @@ def gpus_are_visible_and_not_shared(gathered: Gathered) -> list[Finding]:
 
 def _gpus_that_do_not_work(gathered: Gathered) -> list[Finding]:
     findings = []
-    for error, ranks in errors(gathered, lambda worker: worker.device_error):
+    for error, ranks in errors(worker.device_error for worker in gathered.workers):
         findings += breaks(
             f"{nodes_of(gathered, ranks)}: {error}",
             "the worker will not start",
@@ -121,7 +120,7 @@ def _too_few_gpus(gathered: Gathered) -> list[Finding]:
 
 def state_can_be_built(gathered: Gathered) -> list[Finding]:
     findings = []
-    for error, ranks in errors(gathered, lambda worker: worker.state_error):
+    for error, ranks in errors(worker.state_error for worker in gathered.workers):
         findings += breaks(
             f"{nodes_of(gathered, ranks)}: {error}",
             "the worker will not start",
@@ -133,7 +132,7 @@ def state_can_be_built(gathered: Gathered) -> list[Finding]:
 def snapshot_directory_is_one(gathered: Gathered) -> list[Finding]:
     findings = []
     workers = gathered.workers
-    for error, ranks in errors(gathered, lambda worker: worker.snapshot_dir_error):
+    for error, ranks in errors(worker.snapshot_dir_error for worker in workers):
         is_full = any(os.strerror(code) in error for code in DISK_FULL)
         mend = "free space there" if is_full else "mount it, give its user the right to write"
         findings += breaks(
@@ -163,20 +162,18 @@ def there_is_room(gathered: Gathered) -> list[Finding]:
     sizes = [worker.state_bytes for worker in gathered.workers if worker.state_bytes is not None]
     if not sizes:
         return skipped("room for snapshots: their size is not known")
-    size, findings = max(sizes), []
+    size, findings = max(sizes), list[Finding]()
     for rank, worker in first_of_nodes(gathered):
         name = gathered.name(rank)
         most = (worker.keep_snapshots + 1) * size
         if worker.snapshot_dir_error is None and worker.snapshot_dir_free < most:
-            findings.append(
-                Finding(
-                    Level.BREAKS if worker.snapshot_dir_free < 2 * size else Level.MATTERS,
-                    f"{worker.snapshot_dir} on {name} has {human_bytes(worker.snapshot_dir_free)} free; "
-                    f"{worker.keep_snapshots} snapshots and the one being written take {human_bytes(most)}",
-                    "a snapshot that does not fit is not taken, and the job goes on without",
-                    "free some space, choose another --snapshot-dir, lower --keep-snapshots or --keep-best, or raise "
-                    "--keep-every",
-                )
+            judge = breaks if worker.snapshot_dir_free < 2 * size else matters
+            findings += judge(
+                f"{worker.snapshot_dir} on {name} has {human_bytes(worker.snapshot_dir_free)} free; "
+                f"{worker.keep_snapshots} snapshots and the one being written take {human_bytes(most)}",
+                "a snapshot that does not fit is not taken, and the job goes on without",
+                "free some space, choose another --snapshot-dir, lower --keep-snapshots or --keep-best, or raise "
+                "--keep-every",
             )
         loaders = worker.num_loaders * worker.local_world_size
         if worker.shm_free < loaders * LOADER_BYTES:

@@ -13,6 +13,7 @@ from elastic_train.config import Config
 from elastic_train.errors import SnapshotError, cause_of, first_line
 from elastic_train.storage.bucket import Bucket
 from elastic_train.storage.object_store import ObjectStore
+from elastic_train.storage.places import folder_by
 from elastic_train.storage.store_urls import StoreUrl, is_url, parse_url
 
 
@@ -105,7 +106,6 @@ def _mark(token: str, rank: int) -> str:
 
 def trial_place(config: Config, run_dir: Path) -> TrialPlace:
     """Return the place of the snapshots. Raises: UsageError: --snapshot-dir is an invalid URL."""
-    given = config.snapshot_dir
-    if given is not None and is_url(given):
-        return TrialPlace(parse_url(str(given), "--snapshot-dir"))
-    return TrialPlace(run_dir / "snapshots" if given is None else Path(given))
+    if is_url(config.snapshot_dir):
+        return TrialPlace(parse_url(str(config.snapshot_dir), "--snapshot-dir"))
+    return TrialPlace(folder_by(vars(config), run_dir))

@@ -7,9 +7,9 @@ import re
 
 from elastic_train.tools.check.advice import (
     Finding,
-    Level,
     breaks,
     by_value,
+    errors,
     fine,
     listing,
     matters,
@@ -21,14 +21,14 @@ from elastic_train.wording import count, human_bytes
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 WHY_EQUAL = {
-    "python": (Level.MATTERS, "what random numbers and floating point give may differ"),
-    "torch": (Level.BREAKS, "members with other versions are refused, or cannot talk to each other (torch 1.7 and 1.8 "
+    "python": (matters, "what random numbers and floating point give may differ"),
+    "torch": (breaks, "members with other versions are refused, or cannot talk to each other (torch 1.7 and 1.8 "
               "could not)"),
-    "elastic_train": (Level.BREAKS, "members with other versions are refused"),
-    "elastic_train's protocol": (Level.BREAKS, "members of other builds are refused"),
-    "torchvision": (Level.BREAKS, "no worker is refused, and models, images and their augmentation may differ"),
-    "cuda": (Level.MATTERS, "kernels and what they round may differ"),
-    "nccl": (Level.BREAKS, "members with other versions cannot talk to each other"),
+    "elastic_train": (breaks, "members with other versions are refused"),
+    "elastic_train's protocol": (breaks, "members of other builds are refused"),
+    "torchvision": (breaks, "no worker is refused, and models, images and their augmentation may differ"),
+    "cuda": (matters, "kernels and what they round may differ"),
+    "nccl": (breaks, "members with other versions cannot talk to each other"),
 }  # fmt: skip
 """the harm if two members have different versions"""
 NOTABLE_SKEW_SECONDS = 1.0
@@ -75,14 +75,11 @@ def versions_are_equal(gathered: Gathered) -> list[Finding]:
         if name == "nccl":
             here.pop("none", None)  # of workers that do not use it
         if len(here) > 1:
-            level, why = WHY_EQUAL[name]
-            findings.append(
-                Finding(
-                    level,
-                    f"{name} is not the same everywhere: {listing(here)}",
-                    why,
-                    "install one set of versions on all nodes, best as one image",
-                )
+            judge, why = WHY_EQUAL[name]
+            findings += judge(
+                f"{name} is not the same everywhere: {listing(here)}",
+                why,
+                "install one set of versions on all nodes, best as one image",
             )
     mine = ", ".join(f"{name} {version}" for name, version in gathered.workers[0].versions.items())
     return findings or fine(f"versions: {mine}")
@@ -125,19 +122,15 @@ def store_is_usable(gathered: Gathered) -> list[Finding]:
             met.setdefault(problem, []).append(rank)
     findings = []
     for problem, ranks in met.items():
-        is_usable = all(gathered.workers[rank].rendezvous.is_usable for rank in ranks)
-        findings.append(
-            Finding(
-                Level.MATTERS if is_usable else Level.BREAKS,
-                f"rendezvous, from {nodes_of(gathered, ranks)}: {problem.what}",
-                "nodes meet while enough of the others answer: any one under c10d, a majority of etcd"
-                if is_usable
-                else "without it no node can start or join",
-                problem.do,
-            )
-        )
-    notes = dict.fromkeys(note for worker in gathered.workers for note in worker.rendezvous.notes)
-    return findings + [Finding(Level.FINE, f"rendezvous: {note}") for note in notes]
+        what = f"rendezvous, from {nodes_of(gathered, ranks)}: {problem.what}"
+        if all(gathered.workers[rank].rendezvous.is_usable for rank in ranks):
+            why = "nodes meet while enough of the others answer: any one under c10d, a majority of etcd"
+            findings += matters(what, why, problem.do)
+        else:
+            findings += breaks(what, "without it no node can start or join", problem.do)
+    for note in dict.fromkeys(note for worker in gathered.workers for note in worker.rendezvous.notes):
+        findings += fine(f"rendezvous: {note}")
+    return findings
 
 
 def names_resolve(gathered: Gathered) -> list[Finding]:
@@ -236,10 +229,9 @@ def everybody_reaches_everybody(gathered: Gathered) -> list[Finding]:
             "every worker connects to every other one, in both directions, at ports that the system chooses",
             "let the nodes of the job reach each other at all ports (firewall, security group, NetworkPolicy)",
         )
-    errors = by_value(shared.group_error or "" for shared in gathered.shared)
-    errors.pop("", None)
-    if errors and not pairs:
-        seen = "; ".join(f"{nodes_of(gathered, ranks)}: {text}" for text, ranks in list(errors.items())[:3])
+    broken = errors(shared.group_error for shared in gathered.shared)
+    if broken and not pairs:
+        seen = "; ".join(f"{nodes_of(gathered, ranks)}: {text}" for text, ranks in broken[:3])
         findings += breaks(
             f"no process group that works; {seen}",
             "nothing can be trained together",
