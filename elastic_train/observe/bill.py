@@ -19,13 +19,9 @@ def bill_of(state: TrainState, price: float | None) -> dict[str, Any]:
     return bill(paid=paid, kept=kept, samples=state.epoch * state.length + state.samples_done, price=price)
 
 
-def newest_bill(result: Line | None, events: Iterable[Line]) -> Line | None:
-    """Return the bill of result.json, else of the newest event that has one."""
-    return dict_of(newest_with_bill(result, events), "bill") or None
-
-
 def newest_with_bill(result: Line | None, events: Iterable[Line]) -> Line:
-    """Return the line with `newest_bill`, whose `step` is the last counted one; empty if there is none."""
+    """Return result.json if it has a bill, else the newest event that has one; empty if there is none. The `step` of
+    the line is the last counted one."""
     if result is not None and dict_of(result, "bill"):
         return result
     return max((line for line in events if dict_of(line, "bill")), key=time_of, default={})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from elastic_train.observe.bill import newest_bill
+from elastic_train.observe.bill import newest_with_bill
 from elastic_train.runlog.goodput import bill
 from elastic_train.runlog.reader import Line, dict_of, float_of, int_of
 from elastic_train.tools.audit.history import History
@@ -13,7 +13,7 @@ from elastic_train.tools.audit.history import History
 
 def bill_of_run(history: History) -> Line | None:
     """Return the bill. If the trace has prices, each node costs its own from start to end; else it is the run's own."""
-    told = newest_bill(history.final_result, history.events)
+    told = dict_of(newest_with_bill(history.final_result, history.events), "bill") or None
     stays = (history.drill.settings.get("trace") or []) if history.drill is not None else []
     if history.drill is None or told is None or not any(stay.get("price") is not None for stay in stays):
         return told
