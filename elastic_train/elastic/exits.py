@@ -170,7 +170,7 @@ class Exits:
         stop.settle()
         state.stopped_at = state.step
         if state.is_step_open:
-            state.clock.reassign(time.monotonic() - self._trainer.step_started, Phase.TRAIN, Phase.LOST)
+            state.clock.lose(time.monotonic() - self._trainer.step_started)
         if world.is_first_of_node and state.step > 0:
             with _saving_alone(self._worker, self._saver):
                 self._saver.save_beside(state)

@@ -245,7 +245,7 @@ class Resume:
         """Roll back what the step in hand, if there is one, may have changed, and book its time as lost."""
         state = self._worker.state
         if state.rollback():
-            state.clock.reassign(seconds, Phase.TRAIN, Phase.LOST)
+            state.clock.lose(seconds)
             if self.has_state and not state.is_whole:  # another member has a whole one, or there is a snapshot
                 self.holding = Holding.NOTHING
                 self._why_dropped = f"the optimizer was interrupted in step {state.step + 1}"

@@ -33,7 +33,7 @@ class Phase(StrEnum):
 
 class PhaseClock:
     """Seconds by phase over the whole life of a run, measured by the training thread. Other threads may read and
-    reassign them.
+    move them.
 
     The totals travel with the training state, so they survive restarts and the death of any process. `monotonic` and
     `wall` (Unix seconds) are parameters for tests.
@@ -92,15 +92,15 @@ class PhaseClock:
         finally:
             self.enter(before)
 
-    def reassign(self, seconds: float, source: Phase, target: Phase) -> None:
-        """Move seconds from `source` to `target`, for example of a step that was lost after all."""
+    def lose(self, seconds: float) -> None:
+        """Move seconds of training to `LOST`: those of a step that was lost after all."""
         with self._lock:
             self.enter(self._phase)
-            seconds = min(seconds, self._totals[source])
+            seconds = min(seconds, self._totals[Phase.TRAIN])
             for totals, moved in ((self._totals, seconds), (self._node_totals, seconds * self._num_nodes)):
-                moved = min(moved, totals[source])
-                totals[source] -= moved
-                totals[target] += moved
+                moved = min(moved, totals[Phase.TRAIN])
+                totals[Phase.TRAIN] -= moved
+                totals[Phase.LOST] += moved
 
     def totals(self) -> dict[str, float]:
         """Seconds by phase up to this moment."""

@@ -36,7 +36,7 @@ def test_a_second_of_three_nodes_is_three_node_seconds() -> None:
     passing.pass_by(10.0)
     clock.count_nodes(2)
     passing.pass_by(5.0)
-    clock.reassign(1.0, Phase.TRAIN, Phase.LOST)
+    clock.lose(1.0)
     assert clock.node_seconds() == (15.0 + 40.0, 40.0 - 2.0)
 
 

@@ -77,19 +77,19 @@ def test_the_phases_sum_to_the_wall_whatever_is_done() -> None:
                 with clock.during(rng.choice(list(Phase))):
                     passing.pass_by(rng.random())
             case _:
-                clock.reassign(rng.expovariate(0.1), rng.choice(list(Phase)), rng.choice(list(Phase)))
+                clock.lose(rng.expovariate(0.1))
         assert all(seconds >= 0 for seconds in clock.totals().values())
     assert total(clock) == pytest.approx(passing.now - started + 2.5)
 
 
-def test_reassigned_is_only_what_is_there() -> None:
+def test_lost_is_only_what_is_there() -> None:
     passing = Time()
     clock = passing.clock()
     clock.enter(Phase.TRAIN)
     passing.pass_by(2.0)
-    clock.reassign(0.5, Phase.TRAIN, Phase.LOST)
+    clock.lose(0.5)
     assert (clock.totals()[Phase.TRAIN], clock.totals()[Phase.LOST]) == (1.5, 0.5)
-    clock.reassign(9.0, Phase.TRAIN, Phase.LOST)
+    clock.lose(9.0)
     assert (clock.totals()[Phase.TRAIN], clock.totals()[Phase.LOST]) == (0.0, 2.0)
     passing.pass_by(1.0)
     assert clock.totals()[Phase.TRAIN] == 1.0, "the running phase is still training"
