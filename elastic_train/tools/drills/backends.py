@@ -116,11 +116,8 @@ def keys_of(endpoint: str, run_id: str, seconds: float) -> Sequence[str]:
     from elastic_train.rendezvous.etcd_connections import Connections
 
     settings = EtcdSettings.from_torchrun(endpoint, {}, os.environ, min_nodes=1, max_nodes=1)
-    connections = Connections(settings)
-    try:
+    with contextlib.closing(Connections(settings)) as connections:
         entries, _ = Etcd(connections, deadline=seconds).below(f"{settings.prefix}/{run_id}/")
-    finally:
-        connections.close()
     return [entry.key for entry in entries]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from elastic_train.tools.drills.cluster import Cluster, NodeState
@@ -47,9 +46,7 @@ class Timeline:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
             self._live.stop()
