@@ -1,22 +1,10 @@
-"""The cost of a run so far, and the kept part of it."""
+"""The cost of a run so far, and the kept part of it, for people."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
 
-from elastic_train.runlog.goodput import bill
 from elastic_train.runlog.reader import Line, dict_of, float_of, time_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from elastic_train.training.state import TrainState
-
-
-def bill_of(state: TrainState, price: float | None) -> dict[str, Any]:
-    """Return the bill up to the newest committed step; `price` is of a node for an hour."""
-    paid, kept = state.clock.node_seconds()
-    return bill(paid=paid, kept=kept, samples=state.epoch * state.length + state.samples_done, price=price)
 
 
 def newest_with_bill(result: Line | None, events: Iterable[Line]) -> Line:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from elastic_train.errors import kind_and_line, write_line
-from elastic_train.observe.bill import bill_of
 from elastic_train.observe.metrics import Metrics
 from elastic_train.observe.rate import Rate
 from elastic_train.runlog.event_types import (
@@ -25,6 +24,7 @@ from elastic_train.runlog.event_types import (
     Warned,
 )
 from elastic_train.runlog.events import EventLog, Ledger, file_name
+from elastic_train.runlog.goodput import bill
 from elastic_train.runlog.reader import newest_first
 from elastic_train.training.optimizers import rate_of
 from elastic_train.training.ratings import Ratings
@@ -122,7 +122,9 @@ class Reporter:
             self.metrics.quarantines = found
 
     def bill(self, state: TrainState) -> dict[str, Any]:
-        return bill_of(state, self._node_price)
+        """Return the bill of the run up to its newest committed step."""
+        (paid, kept), samples = state.clock.node_seconds(), state.epoch * state.length + state.samples_done
+        return bill(paid=paid, kept=kept, samples=samples, price=self._node_price)
 
     def report(self, message: str) -> None:
         """Print a message for the job: only rank 0 does."""
@@ -261,8 +263,8 @@ class Reporter:
         seconds = {"stall_seconds": stall_seconds, "total_seconds": total_seconds}
         if self.metrics is not None:
             self.metrics.snapshot(step=step, num_bytes=num_bytes, **seconds)
-        bill = None if self._state is None else self.bill(self._state)
-        self.events.write(SnapshotWritten(path=str(path), snapshot_step=step, bytes=num_bytes, **seconds, bill=bill))
+        told = None if self._state is None else self.bill(self._state)
+        self.events.write(SnapshotWritten(path=str(path), snapshot_step=step, bytes=num_bytes, **seconds, bill=told))
         self.debug(f"snapshot step={step} bytes={num_bytes} seconds={total_seconds:.3f} path={path}")
 
     def _close_display(self) -> None:
