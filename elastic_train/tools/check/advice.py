@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elastic_train.tools.check.facts import Gathered, WorkerFacts
+from elastic_train.tools.check.facts import Gathered
 
 
 class Level(StrEnum):
@@ -68,7 +68,3 @@ def listing(values: dict[str, list[int]]) -> str:
     if len(values) == 1:
         return next(iter(values))
     return "; ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in values.items())
-
-
-def first_of_nodes(gathered: Gathered) -> list[tuple[int, WorkerFacts]]:
-    return [(ranks[0], gathered.workers[ranks[0]]) for ranks in gathered.nodes.values()]

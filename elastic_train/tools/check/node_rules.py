@@ -14,7 +14,6 @@ from elastic_train.tools.check.advice import (
     by_value,
     errors,
     fine,
-    first_of_nodes,
     matters,
     nodes_of,
     skipped,
@@ -163,8 +162,8 @@ def there_is_room(gathered: Gathered) -> list[Finding]:
     if not sizes:
         return skipped("room for snapshots: their size is not known")
     size, findings = max(sizes), list[Finding]()
-    for rank, worker in first_of_nodes(gathered):
-        name = gathered.name(rank)
+    for name, (rank, *_others) in gathered.nodes.items():
+        worker = gathered.workers[rank]
         most = (worker.keep_snapshots + 1) * size
         if worker.snapshot_dir_error is None and worker.snapshot_dir_free < most:
             judge = breaks if worker.snapshot_dir_free < 2 * size else matters
