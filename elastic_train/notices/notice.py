@@ -12,6 +12,7 @@ These pages define the answers, by title:
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
@@ -59,12 +60,12 @@ class NoticeSource(Protocol):
 def from_instance_action(text: str) -> PreemptionNotice:
     """Parse `{"action": "terminate", "time": "2017-09-18T08:22:00Z"}`. Actions are terminate, stop and hibernate."""
     fields = json_object(text)
-    return PreemptionNotice("aws", f"spot instance {_text(fields, 'action')}", _iso_time(_text(fields, "time")))
+    return PreemptionNotice("aws", f"spot instance {_text(fields, 'action')}", _unix_seconds(_text(fields, "time")))
 
 
 def from_rebalance(text: str) -> PreemptionNotice:
     """Parse `{"noticeTime": "2020-10-27T08:22:00Z"}`: an interruption is likely, at an unknown time."""
-    _iso_time(_text(json_object(text), "noticeTime"))
+    _unix_seconds(_text(json_object(text), "noticeTime"))
     return PreemptionNotice("aws", "rebalance recommendation", is_certain=False)
 
 
@@ -131,7 +132,7 @@ def _resources(event: Any) -> list[Any]:
 
 def _from_event(event: dict[str, Any]) -> PreemptionNotice:
     kind, not_before = _text(event, "EventType"), _text(event, "NotBefore")
-    deadline = _http_time(not_before) if not_before else None
+    deadline = _unix_seconds(not_before, parsedate_to_datetime) if not_before else None
     return PreemptionNotice("azure", f"scheduled event {kind}", deadline, is_certain=kind in AZURE_LOSING)
 
 
@@ -144,7 +145,7 @@ def from_pod(pod: dict[str, Any]) -> PreemptionNotice | None:
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
             ends = dict_of(pod, "metadata").get("deletionTimestamp")
             reason = f"the pod is disrupted: {condition.get('reason')}"
-            return PreemptionNotice("kubernetes", reason, _iso_time(ends) if isinstance(ends, str) else None)
+            return PreemptionNotice("kubernetes", reason, _unix_seconds(ends) if isinstance(ends, str) else None)
     return None
 
 
@@ -169,7 +170,7 @@ def from_own(source: str, text: str) -> PreemptionNotice | None:
     fields = json_object(text)
     deadline, is_certain = fields.get("deadline"), fields.get("certain", True)
     if isinstance(deadline, str):
-        deadline = _iso_time(deadline)
+        deadline = _unix_seconds(deadline)
     if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, int | float)):
         raise NoticeUnreadable(f"no time: deadline {deadline!r}")
     if deadline is not None and not 0 <= deadline < LATEST:
@@ -206,24 +207,13 @@ def _text(fields: dict[str, Any], name: str) -> str:
     return found
 
 
-def _iso_time(text: str) -> float:
+def _unix_seconds(text: str, parse: Callable[[str], datetime] = datetime.fromisoformat) -> float:
+    """Parse a time of the years 1970 to 9999, by default as in ISO 8601. Raises: NoticeUnreadable."""
     try:
-        return _unix_seconds(datetime.fromisoformat(text))
-    except (ValueError, OverflowError) as error:
-        raise NoticeUnreadable(f"no time: {text[:40]!r}") from error
-
-
-def _http_time(text: str) -> float:
-    """Parse a time of RFC 1123, as in HTTP headers, to Unix seconds."""
-    try:
-        return _unix_seconds(parsedate_to_datetime(text))
+        moment = parse(text)
+        seconds = (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
+        if 0 <= seconds < LATEST:
+            return seconds
+        raise ValueError(moment)
     except (ValueError, TypeError, OverflowError) as error:
         raise NoticeUnreadable(f"no time: {text[:40]!r}") from error
-
-
-def _unix_seconds(moment: datetime) -> float:
-    """Raises: ValueError: the time is outside of the years 1970 to 9999."""
-    seconds = (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
-    if not 0 <= seconds < LATEST:
-        raise ValueError(moment)
-    return seconds
