@@ -21,7 +21,7 @@ from elastic_train.errors import ElasticTrainError, SnapshotError, SnapshotUnrea
 from elastic_train.system import num_cores, require_linux
 
 if TYPE_CHECKING:
-    from elastic_train.storage.snapshot import SnapshotFolder, SnapshotInfo
+    from elastic_train.storage.snapshot import SnapshotInfo
 
 SLURM_OPTIONS = ("job-name", "time", "partition", "account", "gpus-per-node", "cpus-per-task")
 """the options of sbatch that most jobs need"""
@@ -131,10 +131,14 @@ def serve_etcd(arguments: argparse.Namespace) -> int:
 
 
 def list_snapshots(arguments: argparse.Namespace) -> int:
-    from elastic_train.storage.snapshot import find_snapshots
+    from elastic_train.storage.places import place_at, snapshots_in
+    from elastic_train.storage.snapshot import find_snapshots, is_snapshot
     from elastic_train.wording import aligned, duration, human_bytes
 
-    directory = _folder_at(arguments.path)
+    place = place_at(arguments.path)
+    if is_snapshot(place) and not isinstance(place, Path):
+        raise SnapshotError(f"{arguments.path} is one snapshot; give what it lies in")
+    directory = snapshots_in(place)
     found = find_snapshots(directory, warn=_warn, key=_key(arguments))
     if not found:
         raise SnapshotError(f"no whole snapshot in {directory}")
@@ -236,17 +240,6 @@ def _read_state(arguments: argparse.Namespace, *, is_best: bool = False) -> tupl
     from elastic_train.storage.weights import read_state
 
     return read_state(place_at(arguments.path), warn=_warn, key=_key(arguments), is_best=is_best)
-
-
-def _folder_at(path: str) -> SnapshotFolder:
-    """Return the snapshot folder at `path`, which may be a run directory. Raises: UsageError, SnapshotError."""
-    from elastic_train.storage.places import place_at, snapshots_in
-    from elastic_train.storage.snapshot import is_snapshot
-
-    place = place_at(path)
-    if is_snapshot(place) and not isinstance(place, Path):
-        raise SnapshotError(f"{path} is one snapshot; give what it lies in")
-    return snapshots_in(place)
 
 
 def run_benchmark(arguments: argparse.Namespace) -> int:
