@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,8 @@ class Fleet:
 
     def __init__(self, network: Network, cluster: Cluster, endpoint: str) -> None:
         self.network, self._cluster = network, cluster
+        self.held_back: dict[int, Callable[[], int]] = {}
+        """by node: what counts its packets that had to wait"""
         self.path = cluster.path
         self._pace = self.path / "pace"
         set_pace(self._pace, PACE)
@@ -139,7 +141,7 @@ def train(fleet: Fleet, every: str = "0") -> None:
 
     wait_until(have_trained, "steps of three nodes", 120)
     for index in OLD:
-        fleet.network.slow_down(index, RATE)
+        fleet.held_back[index] = fleet.network.slow_down(index, RATE)
 
 
 def give_notice(fleet: Fleet, seconds: float) -> float:
@@ -189,7 +191,7 @@ def test_the_notice_comes_while_a_snapshot_is_on_its_way(fleet: Fleet, cluster: 
     train(fleet, every=str(FEW_STEPS))
     [members] = {tuple(event["members"]) for event in fleet.events(OLD, "world")}
     [first] = [index for index in OLD if fleet.network.host_name(index) == members[0].partition("/")[0]]
-    wait_until(lambda: fleet.network.num_held_back(first) > 5000, "some megabytes of a regular one", 60)
+    wait_until(lambda: fleet.held_back[first]() > 5000, "some megabytes of a regular one", 60)
     deadline = give_notice(fleet, 1.5 * NOTICE_SECONDS)
     for node in cluster.nodes:
         node.wait(60)
@@ -206,7 +208,7 @@ def test_one_dies_while_it_sends_its_share(fleet: Fleet, cluster: Cluster) -> No
     [dead] = [index for index in OLD if fleet.network.host_name(index) == hosts[2]]
     rest = [index for index in OLD if index != dead]
     deadline = give_notice(fleet, 1.5 * NOTICE_SECONDS)
-    wait_until(lambda: fleet.network.num_held_back(dead) > 1000, "some megabytes of its share", 30)
+    wait_until(lambda: fleet.held_back[dead]() > 1000, "some megabytes of its share", 30)
     cluster.nodes[dead].kill()
     for index in rest:
         cluster.nodes[index].wait(60)

@@ -74,14 +74,13 @@ class PacketLoss(Disturbance):
         return Network.why_no(lambda network: cls.impair(network, 0))
 
     @classmethod
-    def impair(cls, network: Network, index: int) -> Callable[[int], int]:
+    def impair(cls, network: Network, index: int) -> Callable[[], int]:
         """Impair the line of node `index`; return what counts its affected packets."""
-        network.drop_some(index, LOST_SHARE)
-        return network.num_dropped
+        return network.drop_some(index, LOST_SHARE)
 
     def inject(self) -> str:
         count, started = self.impair(self.network, self.place.index), time.monotonic()
-        wait_until(lambda: count(self.place.index) > 0, f"packet was {self.affected}", EFFECT_SECONDS)
+        wait_until(lambda: count() > 0, f"packet was {self.affected}", EFFECT_SECONDS)
         return f"the first packet was {self.affected} after {time.monotonic() - started:.2f} s"
 
     def may_take(self) -> list[Place]:
@@ -99,9 +98,8 @@ class SlowLink(PacketLoss):
     affected = "held back"
 
     @classmethod
-    def impair(cls, network: Network, index: int) -> Callable[[int], int]:
-        network.slow_down(index, SLOW_RATE)
-        return network.num_held_back
+    def impair(cls, network: Network, index: int) -> Callable[[], int]:
+        return network.slow_down(index, SLOW_RATE)
 
 
 class DiskFull(Disturbance):

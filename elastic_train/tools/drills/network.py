@@ -125,21 +125,14 @@ class Network:
     def plug_in(self, index: int, bridge: str = "br0") -> None:
         _ip("-n", self._name("hub"), "link", "set", f"veth{index}", "master", bridge, "up")
 
-    def drop_some(self, index: int, share: float) -> None:
-        """Drop a share of the packets to the node."""
-        self._shape(index, "hub", f"veth{index}", "netem", "loss", f"{share:.2%}")
+    def drop_some(self, index: int, share: float) -> Callable[[], int]:
+        """Drop a share of the packets to the node; return what counts the lost ones."""
+        return self._shape(index, "dropped", "hub", f"veth{index}", "netem", "loss", f"{share:.2%}")
 
-    def slow_down(self, index: int, rate: str) -> None:
-        """Limit what the node sends to `rate`, e.g. `2mbit`."""
-        self._shape(index, index, "eth0", "tbf", "rate", rate, "burst", "32k", "latency", "400ms")
-
-    def num_dropped(self, index: int) -> int:
-        """Packets to the node that were lost since `drop_some`."""
-        return self._counted("dropped", "hub", f"veth{index}")
-
-    def num_held_back(self, index: int) -> int:
-        """How often a packet of the node had to wait since `slow_down`."""
-        return self._counted("overlimits", index, "eth0")
+    def slow_down(self, index: int, rate: str) -> Callable[[], int]:
+        """Limit what the node sends to `rate`, e.g. `2mbit`; return what counts how often a packet had to wait."""
+        limit = ("tbf", "rate", rate, "burst", "32k", "latency", "400ms")
+        return self._shape(index, "overlimits", index, "eth0", *limit)
 
     def heal(self, index: int) -> None:
         """Undo everything that was done to the node's network."""
@@ -197,15 +190,13 @@ class Network:
     def _inside(self, which: int | str, *command: str) -> list[str]:
         return ["ip", "netns", "exec", self._name(which), *command]
 
-    def _shape(self, index: int, which: int | str, device: str, *how: str) -> None:
-        """Set the queueing discipline of a device's output, until `heal(index)`."""
+    def _shape(self, index: int, counted: str, which: int | str, device: str, *how: str) -> Callable[[], int]:
+        """Set the queueing discipline of a device's output, until `heal(index)`; return what reads a count of it."""
         at = ("dev", device, "root")
         _run(self._inside(which, "tc", "qdisc", "add", *at, *how))
         self._shaped.setdefault(index, []).append(self._inside(which, "tc", "qdisc", "del", *at))
-
-    def _counted(self, what: str, which: int | str, device: str) -> int:
-        told = _run(self._inside(which, "tc", "-s", "qdisc", "show", "dev", device))
-        return sum(map(int, re.findall(rf"{what} (\d+)", told)))
+        show = self._inside(which, "tc", "-s", "qdisc", "show", "dev", device)
+        return lambda: sum(map(int, re.findall(rf"{counted} (\d+)", _run(show))))
 
 
 def _ip(*arguments: str) -> None:
