@@ -16,8 +16,8 @@ from elastic_train.errors import UsageError
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.store_urls import parse_url
-from elastic_train.tools.check.facts import RendezvousFacts
-from elastic_train.tools.check.here import Measured, look_here, measure_snapshot, num_kept
+from elastic_train.tools.check.facts import Measured, RendezvousFacts
+from elastic_train.tools.check.here import look_here, measure_snapshot, num_kept
 from elastic_train.tools.check.trial_place import TrialPlace, trial_place
 from elastic_train.training.tasks import Task
 

@@ -14,6 +14,7 @@ from elastic_train.tools.check.check_command import RULES, describe, is_passed, 
 from elastic_train.tools.check.facts import (
     Gathered,
     Gpu,
+    Measured,
     Problem,
     RendezvousFacts,
     SharedFacts,
@@ -27,6 +28,7 @@ NOW = 1.8e9
 """Unix seconds"""
 VERSIONS = versions() | {"python": "3.11", "torch": "2.15.0+cu132", "torchvision": "0.29.2"}
 GPU = Gpu(uuid="GPU-0", name="H100", free_bytes=79 * GB, total_bytes=80 * GB)
+MEASURED = Measured(bytes=GB, seconds=2.0, last_step=100, moments_error=None)
 
 
 def worker(rank: int) -> WorkerFacts:
@@ -56,8 +58,7 @@ def worker(rank: int) -> WorkerFacts:
         shm_free=50 * GB,
         state_error=None,
         trained="--task mine:Mine",
-        state_bytes=GB,
-        snapshot_seconds=2.0,
+        measured=MEASURED,
         num_loaders=0,
         keep_snapshots=3,
     )
@@ -297,7 +298,7 @@ def test_gpus() -> None:
 
 
 def test_a_task_that_cannot_be_built() -> None:
-    bad = with_worker(job(), 1, state_error="data/MNIST: not found", state_bytes=None)
+    bad = with_worker(job(), 1, state_error="data/MNIST: not found", measured=None)
     assert "node1: data/MNIST" in the_one(node_rules.state_can_be_built(bad), Level.BREAKS).what
 
 
@@ -340,8 +341,9 @@ def test_room(changes: dict[str, object], level: Level) -> None:
     [(2.0, 30.0, Level.FINE), (14.0, 30.0, Level.MATTERS), (31.0, 30.0, Level.BREAKS), (31.0, 300.0, Level.FINE)],
 )
 def test_the_grace_period(seconds: float, grace: float, level: Level) -> None:
-    slow = with_worker(with_all(job(grace_seconds=grace), snapshot_seconds=1.0), 1, snapshot_seconds=seconds)
-    assert "node1" in the_one(node_rules.grace_is_long_enough(slow), level).what
+    quick, slow = (replace(MEASURED, seconds=one) for one in (1.0, seconds))
+    gathered = with_worker(with_all(job(grace_seconds=grace), measured=quick), 1, measured=slow)
+    assert "node1" in the_one(node_rules.grace_is_long_enough(gathered), level).what
 
 
 @pytest.mark.parametrize(
@@ -355,7 +357,8 @@ def test_the_grace_period(seconds: float, grace: float, level: Level) -> None:
     ],
 )
 def test_the_time_that_a_notice_leaves(seconds: float, notice: float | None, level: Level | None) -> None:
-    gathered = with_worker(with_all(job(grace_seconds=300.0), snapshot_seconds=1.0), 1, snapshot_seconds=seconds)
+    quick, slow = (replace(MEASURED, seconds=one) for one in (1.0, seconds))
+    gathered = with_worker(with_all(job(grace_seconds=300.0), measured=quick), 1, measured=slow)
     noticed = with_worker(gathered, 2, notice_seconds=notice, notices_of="gcp")
     grace, *found = node_rules.grace_is_long_enough(noticed)
     assert grace.level is Level.FINE
@@ -368,7 +371,8 @@ def test_the_time_that_a_notice_leaves(seconds: float, notice: float | None, lev
 
 @pytest.mark.parametrize(("size", "level"), [(GB, Level.FINE), (2**20, Level.BREAKS)])
 def test_all_nodes_send_their_shares_of_a_large_state_to_a_bucket(size: int, level: Level) -> None:
-    gathered = with_all(job(grace_seconds=300.0), snapshot_seconds=36.0, snapshot_dir="s3://b/run", state_bytes=size)
+    measured = replace(MEASURED, bytes=size, seconds=36.0)
+    gathered = with_all(job(grace_seconds=300.0), measured=measured, snapshot_dir="s3://b/run")
     noticed = with_worker(gathered, 2, notice_seconds=30.0, notices_of="gcp")
     _, *found = node_rules.grace_is_long_enough(noticed)
     told = the_one(found, level)
@@ -377,7 +381,8 @@ def test_all_nodes_send_their_shares_of_a_large_state_to_a_bucket(size: int, lev
 
 def test_moments_that_could_not_be_measured_are_named_with_the_reason() -> None:
     """A snapshot is larger than what was measured."""
-    fine, skipped = node_rules.there_is_room(with_worker(job(), 0, moments_error="RuntimeError: sparse ones only"))
+    without = replace(MEASURED, moments_error="RuntimeError: sparse ones only")
+    fine, skipped = node_rules.there_is_room(with_worker(job(), 0, measured=without))
     assert (fine.level, skipped.level) == (Level.FINE, Level.SKIPPED)
     assert skipped.what == (
         "the optimizer's moments, which make snapshots larger and slower than shown here: its step with gradients of "
@@ -386,7 +391,7 @@ def test_moments_that_could_not_be_measured_are_named_with_the_reason() -> None:
 
 
 def test_what_could_not_be_measured_is_skipped_by_name() -> None:
-    unknown = with_all(job(), state_bytes=None, snapshot_seconds=None)
+    unknown = with_all(job(), measured=None)
     rules: list[Callable[[Gathered], list[Finding]]] = [node_rules.there_is_room, node_rules.grace_is_long_enough]
     for rule in rules:
         assert [finding.level for finding in rule(unknown)] == [Level.SKIPPED]

@@ -122,7 +122,7 @@ def test_what_starts_passes(tmp_path: Path) -> None:
             tmp_path, *flags, "--snapshot-key", str(tmp_path / "key"), "--snapshot-dir", str(tmp_path / "elsewhere")
         )
     assert is_good(found)
-    assert found.state_bytes is not None
+    assert found.measured is not None
 
 
 def test_the_port_of_the_metrics_is_free_again(tmp_path: Path) -> None:

@@ -39,6 +39,19 @@ class RendezvousFacts:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """A snapshot of the model that the flags choose, which the first worker of a node writes."""
+
+    bytes: int
+    seconds: float
+    """time until it is durable"""
+    last_step: int
+    """the step with which training ends"""
+    moments_error: str | None
+    """why the optimizer's moments are missing in it; None if they are not"""
+
+
+@dataclass(frozen=True)
 class WorkerFacts:
     """The facts that one worker finds alone."""
 
@@ -80,11 +93,8 @@ class WorkerFacts:
     state_error: str | None
     """why a worker would not start: its flags, its run directory, or the model or data that it builds"""
     trained: str
-    """the flags that choose the model and the data, to which `state_bytes` belongs"""
-    state_bytes: int | None
-    """size of a snapshot, measured by the first worker of a node"""
-    snapshot_seconds: float | None
-    """time until a snapshot is durable, measured by the first worker of a node"""
+    """the flags that choose the model and the data, to which `measured` belongs"""
+    measured: Measured | None
     num_loaders: int
     """DataLoader processes, --num-workers"""
     keep_snapshots: int
@@ -94,8 +104,6 @@ class WorkerFacts:
     """the source that --notices asks, or `off`"""
     notice_seconds: float | None = None
     """seconds that a notice of this source leaves, if known in advance"""
-    moments_error: str | None = None
-    """why the measured snapshot lacks the optimizer's moments"""
     wanted_device: str = "auto"
     """value of --device"""
 
@@ -144,6 +152,11 @@ class Gathered:
     shared: tuple[SharedFacts, ...] = ()
     world_error: str | None = None
     """why no world formed; then `workers` has only one"""
+
+    @property
+    def measured(self) -> dict[int, Measured]:
+        """The snapshots that were measured, by rank."""
+        return {rank: worker.measured for rank, worker in enumerate(self.workers) if worker.measured is not None}
 
     @property
     def nodes(self) -> dict[str, list[int]]:

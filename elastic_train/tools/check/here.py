@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,7 +28,7 @@ from elastic_train.rendezvous.launch import Launch
 from elastic_train.snapshot_interval import interval_of
 from elastic_train.storage.atomic_files import require_writable
 from elastic_train.storage.snapshot_writer import SnapshotWriter
-from elastic_train.tools.check.facts import Gpu, RendezvousFacts, WorkerFacts
+from elastic_train.tools.check.facts import Gpu, Measured, RendezvousFacts, WorkerFacts
 from elastic_train.tools.check.trial_place import TrialPlace
 from elastic_train.world import host_name
 
@@ -85,9 +85,7 @@ def look_here(
         shm_free=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
         state_error=state_error,
         trained=trained_by(config),
-        state_bytes=measured.bytes if measured else None,
-        snapshot_seconds=measured.seconds if measured else None,
-        moments_error=measured.moments_error if measured else None,
+        measured=measured,
         num_loaders=config.num_workers,
         keep_snapshots=num_kept(config, measured.last_step if measured else 0),
         rendezvous=rendezvous,
@@ -152,18 +150,6 @@ def describe_gpu(device: torch.device) -> Gpu | None:
 def trained_by(config: Config) -> str:
     """The flags that choose the model and the data."""
     return f"--dataset {config.dataset} --model {config.model}" if config.task is None else f"--task {config.task}"
-
-
-class Measured(NamedTuple):
-    """A snapshot of the model that the flags choose."""
-
-    bytes: int
-    seconds: float
-    """time until it is durable"""
-    last_step: int
-    """the step with which training ends"""
-    moments_error: str | None
-    """why the optimizer's moments are missing in it; None if they are not"""
 
 
 def num_kept(config: Config, last_step: int) -> int:

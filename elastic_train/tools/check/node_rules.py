@@ -158,10 +158,9 @@ def snapshot_directory_is_one(gathered: Gathered) -> list[Finding]:
 
 
 def there_is_room(gathered: Gathered) -> list[Finding]:
-    sizes = [worker.state_bytes for worker in gathered.workers if worker.state_bytes is not None]
-    if not sizes:
+    if not (measured := gathered.measured.values()):
         return skipped("room for snapshots: their size is not known")
-    size, findings = max(sizes), list[Finding]()
+    size, findings = max(one.bytes for one in measured), list[Finding]()
     for name, (rank, *_others) in gathered.nodes.items():
         worker = gathered.workers[rank]
         most = (worker.keep_snapshots + 1) * size
@@ -185,7 +184,7 @@ def there_is_room(gathered: Gathered) -> list[Finding]:
         f"room: a snapshot of what {gathered.workers[0].trained} trains takes {human_bytes(size)}; enough in the "
         "snapshot directory and /dev/shm"
     )
-    if (error := next((one.moments_error for one in gathered.workers if one.moments_error), None)) is not None:
+    if (error := next((one.moments_error for one in measured if one.moments_error), None)) is not None:
         findings += skipped(
             "the optimizer's moments, which make snapshots larger and slower than shown here: its step with "
             f"gradients of zeros failed ({error})"
@@ -195,14 +194,9 @@ def there_is_room(gathered: Gathered) -> list[Finding]:
 
 def grace_is_long_enough(gathered: Gathered) -> list[Finding]:
     """Compare the time of a snapshot with the grace period, and with the time that a notice leaves, if known."""
-    measured = [
-        (worker.snapshot_seconds, rank)
-        for rank, worker in enumerate(gathered.workers)
-        if worker.snapshot_seconds is not None
-    ]
-    if not measured:
+    if not (measured := gathered.measured):
         return skipped("grace period: no snapshot could be measured")
-    seconds, rank = max(measured)
+    seconds, rank = max((one.seconds, rank) for rank, one in measured.items())
     grace, what = gathered.wanted.grace_seconds, f"a snapshot takes {seconds:.1f} s on {gathered.name(rank)}"
     findings = _time_to_save(
         seconds,
@@ -218,7 +212,7 @@ def grace_is_long_enough(gathered: Gathered) -> list[Finding]:
         notice, source = min(given)
         num_senders = senders(
             len(gathered.nodes),
-            max(one.state_bytes or 0 for one in gathered.workers),
+            max(one.bytes for one in measured.values()),
             is_bucket=all(is_url(one.snapshot_dir) for one in gathered.workers),
         )
         if num_senders > 1:  # all are taken at once, and each sends its share
