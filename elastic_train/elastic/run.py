@@ -99,7 +99,8 @@ def run_worker(worker: Worker, program: Program) -> int:
             noticed.close()
         reporter.close()
         worker.directory.ownership.release()
-        if worker.bucket is not None:  # the caller of run() may live on, without the bucket
+        worker.state.kept.updates.leave_to_owner()  # the caller of run() may live on, without us and the bucket
+        if worker.bucket is not None:
             worker.bucket.owner.release()
 
 

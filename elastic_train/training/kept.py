@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from elastic_train.errors import UsageError
 from elastic_train.training.averaging import AveragedWeights
@@ -159,6 +160,7 @@ class KeptUpdates:
         self._parts = [optimizer, *(extra for extra in extras if not isinstance(extra, own))]
         self.optimizers = [part for part in self._parts if isinstance(part, torch.optim.Optimizer)]
         self._sizes = [sizes_of(optimizer) for optimizer in self.optimizers]
+        self._hooks: list[RemovableHandle] = []
         self.is_needed = len(self.optimizers) > 1
         """whether steps from the next one on need a copy; saved with the state, for a worker that takes it over"""
         self._num_begun = 0
@@ -172,9 +174,13 @@ class KeptUpdates:
         """whether the optimizers hold, bit by bit, the state that a peer has sent; True without such a state"""
 
     def call_before_steps(self, hook: Callable[..., Arguments | None]) -> None:
-        """Register `hook` at each optimizer, as `Optimizer.register_step_pre_hook`."""
-        for optimizer in self.optimizers:
-            optimizer.register_step_pre_hook(hook)
+        """Register `hook` at each optimizer, as `Optimizer.register_step_pre_hook`, until `leave_to_owner`."""
+        self._hooks += [optimizer.register_step_pre_hook(hook) for optimizer in self.optimizers]
+
+    def leave_to_owner(self) -> None:
+        """Remove the hooks of `call_before_steps`: training is over, and the optimizers may get other groups."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
     @property
     def owned(self) -> set[int]:

@@ -109,6 +109,39 @@ def test_the_micro_batch_size_that_is_not_given_is_that_of_the_first_world(
 
 
 @pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_an_optimizer_is_its_owners_again_when_run_has_ended(is_finished: bool, tmp_path: Path) -> None:
+    """It may get another group then, for a second training or a loop without elastic_train."""
+    model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+
+    def its_train(training: Training) -> None:
+        for _ in training.epochs():
+            for (inputs,) in training.batches():
+                optimizer.zero_grad()
+                loss = model(inputs).square().mean()
+                loss.backward()
+                optimizer.step()
+                training.commit(loss)
+        if not is_finished:
+            raise LookupError("of the function")
+
+    def its_run(name: str) -> int:
+        config = Config(run_dir=tmp_path / name, epochs=1, global_batch_size=2, no_progress=True)
+        return own_loop.run(its_train, model, optimizer, TensorDataset(torch.ones(4, 1)), config).step
+
+    with nullcontext() if is_finished else pytest.raises(LookupError):
+        assert its_run("first") == 2
+    optimizer.add_param_group({"params": [*model[0].parameters()]})
+    before = [one.detach().clone() for one in model.parameters()]
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    assert not any(torch.equal(one, old) for one, old in zip(model.parameters(), before, strict=True))
+    with nullcontext() if is_finished else pytest.raises(LookupError):
+        assert its_run("second") == 2
+
+
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_second_training_in_one_run_directory_is_not_given_the_weights_of_the_first(
     fresh: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
