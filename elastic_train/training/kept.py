@@ -14,7 +14,14 @@ from torch.utils.hooks import RemovableHandle
 
 from elastic_train.errors import UsageError
 from elastic_train.training.averaging import AveragedWeights
-from elastic_train.training.optimizers import parameters_beside, parameters_of, parts_of, scalers_in, sizes_of
+from elastic_train.training.optimizers import (
+    call_before_steps,
+    parameters_beside,
+    parameters_of,
+    parts_of,
+    scalers_in,
+    sizes_of,
+)
 from elastic_train.training.ordered_buffers import SavedShapes, made_with_nan, make_writable
 from elastic_train.training.tasks import tensors_in
 
@@ -175,7 +182,7 @@ class KeptUpdates:
 
     def call_before_steps(self, hook: Callable[..., Arguments | None]) -> None:
         """Register `hook` at each optimizer, as `Optimizer.register_step_pre_hook`, until `leave_to_owner`."""
-        self._hooks += [optimizer.register_step_pre_hook(hook) for optimizer in self.optimizers]
+        self._hooks += [call_before_steps(optimizer, hook) for optimizer in self.optimizers]
 
     def leave_to_owner(self) -> None:
         """Remove the hooks of `call_before_steps`: training is over, and the optimizers may get other groups."""

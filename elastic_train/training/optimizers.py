@@ -6,11 +6,12 @@ import gc
 import itertools
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from elastic_train.errors import UsageError
 from elastic_train.wording import count, named
@@ -77,6 +78,16 @@ def scalers_in(parts: Iterable[Any]) -> list[torch.amp.GradScaler]:
     held = (one for part in parts for one in (part, *getattr(part, "__dict__", {}).values()))
     found = (one for one in held if isinstance(one, torch.amp.GradScaler) and one.is_enabled())
     return list({id(one): one for one in found}.values())
+
+
+def call_before_steps(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> RemovableHandle:
+    """Do as `optimizer.register_step_pre_hook`, also for one whose constructor has not called torch's, such as a widely
+    copied Lookahead: the lists of its hooks are made as if it were unpickled."""
+    try:
+        return optimizer.register_step_pre_hook(hook)
+    except AttributeError:
+        optimizer.__setstate__({})
+        return optimizer.register_step_pre_hook(hook)
 
 
 def rate_of(group: Mapping[str, Any]) -> float | None:

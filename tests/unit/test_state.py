@@ -1446,6 +1446,33 @@ class Scaled(torch.optim.Optimizer):
         return closure() if closure is not None else None
 
 
+class Lookahead(torch.optim.Optimizer):
+    """As it is widely copied: without torch's constructor, and with the groups of its inner optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups, self.defaults = optimizer, optimizer.param_groups, optimizer.defaults
+        self.state: Any = optimizer.state
+        self.num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.num_steps += 1
+        return self.optimizer.step(closure)
+
+
+def test_an_optimizer_that_has_not_called_torchs_constructor() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = TrainState(model, optimizer, length=64, global_batch_size=4, epochs=9)
+    seen: list[int] = []
+    state.before_update = lambda: seen.append(optimizer.num_steps)
+    state.remember()
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert (seen, optimizer.num_steps, state.is_whole) == ([0], 1, False)
+    assert not torch.equal(model.weight, before)
+
+
 def test_what_is_no_closure_is_left_alone() -> None:
     model = nn.Linear(2, 1)
     optimizer = Scaled(model.parameters())
