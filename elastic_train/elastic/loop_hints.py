@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from elastic_train.elastic.loading import all_rates
 from elastic_train.elastic.worker import Worker
+from elastic_train.errors import first_line
 from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.optimizers import (
     has_scheduler,
@@ -25,12 +27,12 @@ STEPS_OF_ONE_THAT_STAYS = 3
 
 
 class LoopHints:
-    """Hints of one worker, in all its worlds; for the training thread. Only rank 0 gives them."""
+    """Hints of one worker, in all its worlds; for the training thread. Only rank 0 gives them, but for `note_lost`."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._has_looked_for_scheduler = self._has_looked_at_gradients = self._has_looked_for_ddp = False
-        self._has_seen_early_commit = self._has_seen_unreduced = False
+        self._has_seen_early_commit = self._has_seen_unreduced = self._has_seen_message = False
         self._steps_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         """for each optimizer: the last step in which it stepped, and the number of such steps"""
         self._has_warned_of_other = False
@@ -144,6 +146,15 @@ class LoopHints:
             "of training.parallel(): call that module, not the model in it, else each worker trains a model of its "
             "own. (A loop that averages gradients by itself may ignore this)"
         )
+
+    def note_lost(self, error: Exception) -> None:
+        """Note an error of communication that the function has raised, on any rank."""
+        if re.search(r"Timed out waiting \d+ms for (recv|send) operation", str(error)) and not self._has_seen_message:
+            self._has_seen_message = True
+            self._worker.reporter.warn(
+                f"a message of the function's own (dist.send, dist.recv) came too late: {first_line(error)}. In the "
+                "group of run() that is taken for a lost peer: send it in one that the function makes, dist.new_group()"
+            )
 
     def note_unwrapped(self) -> None:
         """Note that the only worker commits a step of the function's own without DDP."""

@@ -135,6 +135,7 @@ class Trainer:
             watcher.announce_broken()  # now: the function, or its debugger, may take time
             training.settle_at_once()  # raises TrainingDiverged for NaN, which says more than its consequences
             if is_communication_error(error):
+                self._hints.note_lost(error)
                 training.commit_what_is_applied()
                 begin_scalers_anew(state)
             elif not isinstance(error, TrainingDiverged):  # so that what is saved then is of a commit

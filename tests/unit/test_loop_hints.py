@@ -51,6 +51,19 @@ def test_gradients_that_add_up_over_commits() -> None:
     assert "--global-batch-size" in warning
 
 
+@pytest.mark.parametrize("operation", ["recv", "send"])
+def test_a_message_that_waits_no_longer_than_the_group_took_to_form(operation: str) -> None:
+    told = Told()
+    told.hints.note_lost(RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:51633"))
+    assert told.warnings == []
+    late = f"[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for {operation} operation to complete"
+    for _ in range(2):
+        told.hints.note_lost(RuntimeError(late))
+    [warning] = told.warnings
+    assert late in warning
+    assert "dist.new_group()" in warning
+
+
 def test_a_step_without_a_backward_pass() -> None:
     told = Told(with_gradients=False)
     for world in (SECOND, ALONE, ALONE):
