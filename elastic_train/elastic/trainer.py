@@ -291,6 +291,8 @@ class Trainer:
                 return
             if state.kept.updates.is_part(optimizer):
                 self._training.note_applied(None)
+            if any(optimizer is one for one in state.kept.updates.optimizers):
+                state.end_update()
             self._hints.note_other_stepped(self._training.world, optimizer)
 
         hooks = () if self._is_bundled else (

@@ -150,6 +150,10 @@ class TrainState:
         self._is_updating = True
         return checked
 
+    def end_update(self) -> None:
+        """Note that an optimizer's step is over. Between two steps the state is whole again."""
+        self._is_updating &= self.is_step_open
+
     def remember(self) -> None:
         """Begin a step: keep a copy of all that it may change before its reduction is known to be sound."""
         self.is_step_open, self._is_updating = True, False  # a rollback returns to the state of now
@@ -159,11 +163,9 @@ class TrainState:
     def rollback(self) -> bool:
         """Return to the last commit after a step that failed. Weights that were changed are put back (`KeptUpdates`).
         Returns whether a step was open; if not, nothing is changed."""
-        if not self.is_step_open:
-            return False
-        self.is_step_open = False
-        self._is_updating &= not self.kept.put_back()
-        return True
+        was_open, self.is_step_open = self.is_step_open, False
+        self._is_updating &= not (was_open and self.kept.put_back())
+        return was_open
 
     def commit(self, loss: float | None) -> bool:
         """Count the step as done; no other place does. `loss` is the mean over all samples, None if unknown.
@@ -184,8 +186,7 @@ class TrainState:
         self.last_commits = [*self.last_commits[-1:], event]
         has_ended_epoch = self.samples_done >= self.length
         if has_ended_epoch:
-            self.epoch += 1
-            self.samples_done = 0
+            self.epoch, self.samples_done = self.epoch + 1, 0
         self._is_updating = False  # the step is done, even if a user's schedule raises
         self._apply_schedule(self.step)
         return has_ended_epoch

@@ -142,6 +142,38 @@ def test_an_optimizer_is_its_owners_again_when_run_has_ended(is_finished: bool, 
 
 
 @pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("which", ["its own", "another one"])
+def test_what_is_committed_is_saved_though_an_optimizer_has_stepped_between_two_steps(
+    which: str, tmp_path: Path
+) -> None:
+    """As one that fits a probe after each epoch."""
+    model, probe = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, probe))
+
+    def its_train(training: Training) -> None:
+        for _ in training.epochs():
+            for (inputs,) in training.batches():
+                loss = model(inputs).square().mean()
+                loss.backward()
+                optimizer.step()
+                training.commit(loss)
+            probe(torch.ones(1, 1)).sum().backward()
+            {"its own": optimizer, "another one": other}[which].step()
+            raise LookupError("of the function")
+
+    config = Config(run_dir=tmp_path, epochs=2, global_batch_size=2, no_progress=True)
+    extras: Any = {"probe": probe, "other": other}
+    with pytest.raises(LookupError) as raised:
+        own_loop.run(its_train, model, optimizer, TensorDataset(torch.ones(4, 1)), config, extras=extras)
+    assert any("the state of step 2 is saved" in note for note in raised.value.__notes__)
+    [saved] = tmp_path.glob("snapshots/*/state.pt")
+    state = torch.load(saved, weights_only=True)
+    assert (state["position"]["step"], state["model"].keys()) == (2, model.state_dict().keys())
+    for given, module in ((state["model"], model), (state["extras"]["probe"], probe)):
+        assert all(torch.equal(given[name], value) for name, value in module.state_dict().items())
+
+
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_second_training_in_one_run_directory_is_not_given_the_weights_of_the_first(
     fresh: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
