@@ -140,13 +140,12 @@ class Barriers:
         """Whether a member whose training is finished, and which needs no more nodes, has begun `world`; or the others
         have ended, and this one lacks the last step."""
         with suppress(StoreUnreachable):  # liveness is the watcher's business
-            is_over = self._job.heard(world, "finished") is not None or self._job.is_over()
-            return is_over or len(self._job.announcements.not_ready(world)) < world.world_size
+            return self._job.is_over() or len(self._job.announcements.not_ready(world)) < world.world_size
         return False
 
     def stand_by(self, world: World) -> str | None:
-        """Wait, as a spare of `world`, until it ends. Returns the argument of `announce_finished`; None where a member
-        was lost or left, and the members agree on the next world.
+        """Wait, as a spare of `world`, until it ends. Returns the argument of `finish`; None where a member was lost or
+        left, and the members agree on the next world.
 
         Raises:
             Stopped: this worker was told to stop.
@@ -155,16 +154,11 @@ class Barriers:
         while True:
             self._watcher.thread.check()
             is_broken = self._watcher.reason is not None
-            finished = self._job.heard(world, "finished")  # read second: a member that has finished and left looks lost
-            if finished is not None or is_broken:
-                return finished
+            result = self._job.told("over")  # read second: a member that has finished and left looks lost
+            if result is not None or is_broken:
+                return result
             self._check()
             self._around.sleep(SPARE_POLL_SECONDS)
-
-    def announce_finished(self, world: World, result: str) -> None:
-        """Tell the spares of the present world that the run is finished, and its result."""
-        with suppress(StoreUnreachable):
-            self._job.announcements.announce(world, "finished", result)
 
     def end_together(self, world: World) -> None:
         """Wait until all members that train have ended their last collective: a member whose peer closes its sockets
@@ -244,11 +238,12 @@ class Barriers:
             if limit < one.seconds <= waited and contacts.is_heard(world.members[rank])
         ]
 
-    def finish(self, world: World) -> None:
-        """Tell the nodes in the join queue that training has ended."""
-        if world.rank == 0:
-            with suppress(StoreUnreachable):
-                self._job.finish(world)
+    def finish(self, world: World, result: str) -> None:
+        """Tell that training has ended, and its result: the members that this one pings, as they may be spares, or lack
+        the last step, in whose collective another one died; as rank 0 also those that wait to be admitted."""
+        neighbours = self._watcher.contacts.neighbours(world, world.rank)
+        with suppress(StoreUnreachable):
+            self._job.finish(world, result, [world.members[rank] for rank in neighbours])
 
 
 def require_whole(watcher: Watcher, before: str = "the process group was made") -> None:

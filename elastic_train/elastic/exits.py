@@ -71,10 +71,8 @@ class Exits:
         worker.reach("finish", world)
         data = write_result(worker, world, self._files, has_trained=outcome == "finished")
         self._files.leave_bucket(world)
-        if world.num_spares:
-            self._membership.barriers.announce_finished(world, data.decode())
         self._membership.watcher.leave()  # a member that has finished may go, and is not taken for lost
-        self._membership.barriers.finish(world)
+        self._membership.barriers.finish(world, data.decode())
         self._membership.barriers.end_together(world)
         worker.reach("exit", world)
         unsaved = self._saver.unsaved(state)

@@ -151,7 +151,7 @@ class Survivors:
         node, text = "/".join(map(str, world.me.node)), kind_and_line(error)
         key = f"failed-{step}"
         with suppress(StoreUnreachable):  # where no other member can be told, it is this worker's own
-            first = self._job.heard(world, key)
+            first = self._job.heard(key)
             if first is None:
                 mine = json.dumps([node, step, text])
                 with suppress(StoreUnreachable):  # rank 0 is gone; members that have heard of the error have copies
@@ -174,7 +174,7 @@ class Survivors:
         nodes = {"/".join(map(str, world.members[rank].node)) for rank in decision.left}
         with suppress(StoreUnreachable):
             for failed_step in (step + 1, step, step + 2) if nodes else ():
-                told = self._job.heard(world, f"failed-{failed_step}")
+                told = self._job.heard(f"failed-{failed_step}")
                 node, _, text = ("", 0, "") if told is None else json.loads(told)
                 if node in nodes:
                     return f"its error in step {failed_step}: {text}"
@@ -193,7 +193,7 @@ class Survivors:
             JobFinished: the job reached its end without this worker.
         """
         found = self._agree(world, has_formed, started)
-        fatal = self._job.heard(world, "fatal")  # the member that ended the job may be among its dead
+        fatal = self._job.heard("fatal")  # the member that ended the job may be among its dead
         if fatal is not None:
             raise JobFailed(fatal)
         return found
@@ -260,7 +260,7 @@ class Survivors:
 
     def _goes_on(self, world: World) -> bool:
         """Whether `world`, which this spare takes for broken, goes on, or has finished: then its members are gone."""
-        return self._job.heard(world, "finished") is not None or self._watcher.contacts.are_training(world)
+        return self._job.is_over() or self._watcher.contacts.are_training(world)
 
     def _is_before(self, time: float) -> bool:
         return self._around.monotonic() < time

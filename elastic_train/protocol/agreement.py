@@ -215,7 +215,7 @@ class Agreement:
             return LeftBehind(decided.gone_on or world.generation)
         if decided is not None:
             return Decision.from_json(decided)
-        fatal = job.heard(world, "fatal")
+        fatal = job.heard("fatal")
         if fatal is not None:
             raise JobFailed(fatal)
         lower = (rank for rank in range(world.rank) if self._status_of(rank, left, found) is Liveness.ALIVE)

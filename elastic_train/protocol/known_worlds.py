@@ -15,7 +15,7 @@ from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.arbiter import Arbitration
 from elastic_train.protocol.join_queue import Waiting, admitted_key
 from elastic_train.protocol.laws import Voters
-from elastic_train.protocol.store import Clients, KeyValueStore, OwnStore, append, entries, scoped
+from elastic_train.protocol.store import Clients, KeyValueStore, OwnStore, append, entries
 from elastic_train.rules import agreeing, next_generation
 from elastic_train.world import Member, World, to_json, value_of
 
@@ -291,14 +291,14 @@ class Announcements:
     def announce(self, world: World, name: str, text: str) -> None:
         """Send a text to every member of `world` that can be reached; the first text under a name counts.
 
-        `left/RANK` and `finished` belong to this world alone, all other names to the job.
+        `left/RANK` belongs to this world alone, all other names to the job.
         """
 
         def write(store: KeyValueStore) -> None:
             if name.startswith("left/"):
                 append(store, f"{world.key}/left", name.removeprefix("left/"))
             else:
-                store.create(scoped(world, name), text)
+                store.create(f"job/{name}", text)
 
         self._clients.ask_each(world, range(len(world.members)), write)
 

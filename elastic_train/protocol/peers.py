@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from elastic_train.errors import JobFinished, StoreUnreachable
@@ -28,7 +28,7 @@ from elastic_train.protocol.join_queue import Entrance, Waiting, stores_by_node
 from elastic_train.protocol.known_job import MOST_KNOWN, Probes
 from elastic_train.protocol.known_worlds import Admitted, Announcements, KnownWorlds, Newcomers
 from elastic_train.protocol.probes import probe_all
-from elastic_train.protocol.store import NUM_PROPOSERS, Answer, Clients, KeyValueStore, OwnStore, entries, scoped
+from elastic_train.protocol.store import NUM_PROPOSERS, Answer, Clients, KeyValueStore, OwnStore, entries
 from elastic_train.world import Address, Member, World
 
 
@@ -209,8 +209,8 @@ class PeerJob:
         return waiting
 
     def is_over(self) -> bool:
-        """Return whether the job has reached its end, for a newcomer whose world may never form."""
-        return self._own.get("over") is not None
+        """Return whether this worker was told that the job has reached its end."""
+        return self.told("over") is not None
 
     # --- a join that is prepared while the world trains: for a thread of its own, except `told` -----------------------
 
@@ -220,7 +220,7 @@ class PeerJob:
         return self._beside.ask(member, question)
 
     def told(self, key: str) -> str | None:
-        """Return what `ask_beside` of another worker wrote under a key of this worker, which is in the join queue."""
+        """Return what another worker wrote under a key of this one: by `ask_beside`, or under `over` by `finish`."""
         return self._own.get(key)
 
     def decide_ahead(self, world: World, decision: Decision) -> bool:
@@ -276,9 +276,9 @@ class PeerJob:
         self.place.note_end(world.uid)
         self._own.put(f"{world.key}/present", text)
 
-    def heard(self, world: World, name: str) -> str | None:
+    def heard(self, name: str) -> str | None:
         """Return what was announced to this member under a name."""
-        return self._own.get(scoped(world, name))
+        return self._own.get(f"job/{name}")
 
     def left(self, world: World) -> frozenset[int]:
         """Return the ranks that have announced that they leave on purpose (`left/RANK`)."""
@@ -342,12 +342,12 @@ class PeerJob:
             self._own.put("members", json.dumps({"stores": stores[:MOST_KNOWN]}))
             self.finder.show(stores, self.facts.known.get("job_token", ""), if_missing=world.rank > 0)
 
-    def finish(self, world: World) -> None:
-        """Tell the workers in the join queue that the job has reached its end. Rank 0 calls it."""
-        self._own.put("over", world.uid)
-        for member in (*(waiting.member for waiting in self.entrance.queue()), *self._invited):
+    def finish(self, world: World, result: str, neighbours: Iterable[Member]) -> None:
+        """Tell these members of `world` that the job has ended, and its result; as rank 0 also the join queue."""
+        waiting = [*self._invited, *(one.member for one in self.entrance.queue())] if world.rank == 0 else []
+        for member in (world.me, *neighbours, *waiting):
             with suppress(StoreUnreachable):
-                self._clients.of(member).put("over", world.uid)
+                self._clients.of(member).put("over", result)
 
     def stand_down(self) -> None:
         """Leave the world for good, so that no newcomer waits for this member. The watcher may still tend."""

@@ -167,11 +167,6 @@ def entries(store: KeyValueStore, key: str) -> list[str]:
     return [text for text in store.get_many([f"{key}/{number}" for number in range(1, count + 1)]) if text is not None]
 
 
-def scoped(world: World, name: str) -> str:
-    """Return the key of an announcement, which belongs to this world alone or to the job."""
-    return f"{world.key}/{name}" if name.startswith(("left/", "finished")) else f"job/{name}"
-
-
 Answer = TypeVar("Answer")
 NUM_PROPOSERS = 2
 """ranks that keep a connection to all members: the proposer, and the next one if that is lost"""

@@ -189,7 +189,7 @@ def test_a_newcomer_learns_that_the_job_is_over(members: Members) -> None:
     newcomer = members.first_world(7)
     first = members.of[worlds[0].me.pid]
     wait_until(first.job.queue, "the newcomer waits", PATIENCE)
-    first.barriers.finish(worlds[0])
+    first.barriers.finish(worlds[0], "{}")
     with pytest.raises(JobFinished):
         newcomer.result(PATIENCE)
 
@@ -202,6 +202,6 @@ def test_a_newcomer_that_could_not_be_told_learns_it_from_its_host(
     first = members.of[worlds[0].me.pid]
     wait_until(first.job.queue, "the newcomer waits", PATIENCE)
     monkeypatch.setattr(first.job.entrance, "queue", lambda: [])
-    first.barriers.finish(worlds[0])
+    first.barriers.finish(worlds[0], "{}")
     with pytest.raises(JobFinished):
         newcomer.result(PATIENCE)

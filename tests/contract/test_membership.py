@@ -283,7 +283,7 @@ def test_who_has_heard_that_the_job_cannot_go_on_proposes_nothing(form: Form) ->
     for job, world in zip(jobs[1:], worlds[1:], strict=True):
         job.announce_presence(world, to_json(Presence(world.generation)))
     jobs[2].announcements.announce(worlds[2], "fatal", "no parallel()")
-    assert eventually(form, lambda: jobs[0].heard(worlds[0], "fatal") is not None)
+    assert eventually(form, lambda: jobs[0].heard("fatal") is not None)
     with pytest.raises(JobFailed, match=re.escape("no parallel()")):
         agreement(form, jobs[0], worlds[0], {}).look()
     assert [job.decided(world, [0, 1, 2]) for job, world in zip(jobs, worlds, strict=True)] == [None] * 3
@@ -324,7 +324,8 @@ def test_a_world_is_begun_where_a_member_is_ready_for_it_or_has_finished(form: F
     if says == "ready":
         jobs[2].announcements.announce_ready(worlds[2])
     if says == "finished":
-        jobs[2].announcements.announce(worlds[2], "finished", "{}")
+        for job, world in zip(jobs, worlds, strict=True):
+            job.finish(world, "{}", ())
     limits, nobody = Waits(10.0, 10.0, 10.0), cast("Any", None)
     barriers = [Barriers(job, nobody, limits, Surroundings(), lambda: None) for job in jobs]
     found, pairs = [says != "nothing"] * 3, [*zip(barriers, worlds, strict=True)]

@@ -75,9 +75,9 @@ def what_is_not_well(simulation: Simulation) -> str | None:
     """Long after a full heal."""
     living = simulation.living
     for worker in living:
-        told = [key for key in worker.process.memory.values if key == "over" or key.endswith("/finished")]
-        if worker.wants_to_leave or told:
-            return f"does not end: {worker} {worker.activity}, told {told or 'to stop'}"
+        is_over = "over" in worker.process.memory.values
+        if worker.wants_to_leave or is_over:
+            return f"does not end: {worker} {worker.activity}, told {'that the job is over' if is_over else 'to stop'}"
     trainers = [worker for worker in living if worker.activity != "queues" and worker.world is not None]
     if not trainers:
         return None

@@ -167,6 +167,23 @@ def cut_off_until_the_end() -> Plan:
     return replace(made, max_steps=12, lease=60.0)
 
 
+def spare_cut_off_until_the_end() -> Plan:
+    """Who begins the job cannot reach one of three, a spare of the first world, until the others have trained to the
+    end. The other one that trains reaches it."""
+    made = Plan(1, (1,) * 3, ((1.5, "partition", (0,), (2,)),), 9.0, TIMEOUT, is_formed=False, num_endpoints=3)
+    return replace(made, max_world_size=2, max_steps=8, lease=60.0)
+
+
+def lacks_the_last_step() -> Plan:
+    """Of three that need each other one is killed in the reduction of the last step, which does not end on rank 1."""
+    quiet = replace(plan(3, recovers_at=4.0), max_steps=4, trains_with=3, work=Work(busy=(2, 3, 0.5)))
+    simulation = Simulation(quiet)
+    simulation.run()
+    at = simulation.workers[0].committed_at
+    faults = ((at - 0.1, "cut", 2, 1), (at + 0.1, "kill", 2))
+    return replace(quiet, faults=faults, recovers_at=9.0)
+
+
 def first_host_comes_back() -> Plan:
     """5: the host of the first endpoint is killed, and comes back while the others train."""
     return plan(3, (1.0, "kill", 0), (1.5, "back", 0, False), recovers_at=6.0, min_nodes=1)

@@ -119,10 +119,8 @@ class SimParts:
         return membership.first_world(worker.member)
 
     def finish(self, world: World, _outcome: str, *, is_saved: bool) -> int:
-        if world.num_spares:
-            self._membership.barriers.announce_finished(world, "finished")
         self._watcher.leave()
-        self._membership.barriers.finish(world)
+        self._membership.barriers.finish(world, "finished")
         self._membership.barriers.end_together(world)
         return self._end("finished")
 

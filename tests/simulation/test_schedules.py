@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -316,9 +317,17 @@ def test_who_waits_for_nodes_in_a_world_that_is_over_goes_on_to_the_others(at: f
     assert [worker.activity for worker in simulation.living] == ["waits"] * 3
 
 
-def test_who_is_told_that_the_job_is_over_ends() -> None:
-    simulation = run(directed.cut_off_until_the_end())
-    assert {worker.process.ending for worker in simulation.workers} == {"finished"}
+@pytest.mark.parametrize("plan", [directed.cut_off_until_the_end, directed.spare_cut_off_until_the_end])
+def test_who_is_told_that_the_job_is_over_ends(plan: Callable[[], Plan]) -> None:
+    simulation = run(plan())
+    assert {worker.process.ending for worker in simulation.workers} == {"finished"}, simulation.describe()
+
+
+def test_who_lacks_the_last_step_makes_it_alone_where_the_job_is_over() -> None:
+    """It waits for no other nodes, though it needs them to train."""
+    simulation = run(directed.lacks_the_last_step())
+    assert [(worker.process.ending, worker.last_step) for worker in simulation.workers[:2]] == [("finished", 4)] * 2
+    assert len(simulation.worlds) == 2, "the step had not ended on both"
 
 
 @pytest.mark.parametrize("frozen_at", [1.0, *(1.0 + directed.TIMEOUT + 0.001 * turn for turn in range(40))])

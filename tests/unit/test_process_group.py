@@ -556,7 +556,7 @@ def test_the_others_are_told_an_error_of_the_code_by_its_type(error: Exception, 
     """That of a loader process comes with its traceback in the message."""
     said: list[str] = []
 
-    def heard(_world: World, _key: str) -> str:
+    def heard(_key: str) -> str:
         return json.dumps(["another node", 1, ""])
 
     def announce(_world: World, _name: str, text: str) -> None:
