@@ -195,15 +195,16 @@ class EarlierRun:
         worker, state = self._worker, self._worker.state
         if lost is None and self._membership.came_later and self._membership.published("run_uid") is not None:
             lost = ALL_GONE
-        told = gather_json({"lost": lost, "run": self._run_uid, "in_use": self._files.take_bucket(world, check)})
+        in_use, is_anew = self._files.take_bucket(world, check), self._fresh_record is not None
+        run_uid = self._membership.published("run_uid") or self._run_uid  # the job may have named it since it looked
+        told = gather_json({"lost": lost, "run": run_uid, "in_use": in_use, "is_anew": is_anew})
         in_use = next((entry["in_use"] for entry in told if entry["in_use"] is not None), None)
         if in_use is not None:
             raise SnapshotsInUse(in_use)
         self._look()  # again: snapshots may have been written and pruned while this worker waited
-        # Whose state is lost names the run: the others may be nodes that were started again.
-        lost, run_uid = next(
-            ((entry["lost"], entry["run"]) for entry in told if entry["lost"] is not None), (None, self._run_uid)
-        )
+        # Whose state is lost names the run, as the others may be nodes that were started again; but not beside --fresh.
+        naming = [entry for entry in told if entry["is_anew"]] or [entry for entry in told if entry["lost"] is not None]
+        lost, run_uid = (naming[0]["lost"], naming[0]["run"]) if naming else (None, self._run_uid)
         started = peak_rates(state) if state.generation is None else None
         restored = restore(
             state,

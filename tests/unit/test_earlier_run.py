@@ -115,24 +115,56 @@ def test_a_disk_that_was_away_does_not_bring_a_superseded_run_back(bucket: Owned
     assert earlier._past(earlier._own_past(SINGLE)) is None, "what the disk tells is of the run before"
 
 
-def test_who_has_lost_the_state_names_the_run_also_for_nodes_that_are_started_again(
-    bucket: OwnedBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("others", "named"),
+    [
+        ([("all are gone", "theirs", False)], ("theirs", "all are gone")),
+        ([("all are gone", "theirs", False), (None, "a new one", True)], ("a new one", None)),
+    ],
+    ids=["started again", "--fresh"],
+)
+def test_who_has_lost_the_state_names_the_run_unless_it_is_begun_anew(
+    bucket: OwnedBucket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    others: list[tuple[str | None, str, bool]],
+    named: tuple[str, str | None],
 ) -> None:
-    """These have no name of it yet. Else they would not look at its snapshots, and end with an error."""
+    """Nodes that are started again have no name of it yet. Else they would not look at its snapshots, and end with an
+    error. With --fresh a worker that was left out there goes on in the new run."""
     earlier: Any = look(bucket, tmp_path, warnings=[])
     earlier._worker.state.generation, earlier._worker.must_agree_with_snapshot = 4, dict
     earlier._membership.came_later, earlier._membership.awaited = False, None
     earlier._files.take_bucket = lambda _world, _check: None
-    other = {"lost": "all are gone", "run": "theirs", "in_use": None}
-    monkeypatch.setattr(earlier_run, "gather_json", lambda mine: [mine, other])
+    told = [{"lost": lost, "run": run, "in_use": None, "is_anew": is_anew} for lost, run, is_anew in others]
+    monkeypatch.setattr(earlier_run, "gather_json", lambda mine: [mine, *told])
 
     def restore(*_: Any, run_uid: str, lost: str | None, **__: Any) -> None:
-        assert (run_uid, lost) == ("theirs", "all are gone")
+        assert (run_uid, lost) == named
         raise Met
 
     monkeypatch.setattr(earlier_run, "restore", restore)
     with pytest.raises(Met):
         earlier.restore(PAIR, lost=None, check=pytest.fail)
+
+
+def test_who_drops_its_state_names_the_run_that_it_has_trained(
+    bucket: OwnedBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each had a name of its own for a new run as the job began, and one of them counts since then."""
+    earlier: Any = look(bucket, tmp_path, warnings=[])
+    earlier._worker.state.generation, earlier._worker.must_agree_with_snapshot = 4, dict
+    earlier._membership.published, earlier._membership.awaited = lambda _name: "ours", None
+    earlier._files.take_bucket = lambda _world, _check: None
+    monkeypatch.setattr(earlier_run, "gather_json", lambda mine: [mine])
+
+    def restore(*_: Any, run_uid: str, lost: str | None, **__: Any) -> None:
+        assert (run_uid, lost) == ("ours", "states differ")
+        raise Met
+
+    monkeypatch.setattr(earlier_run, "restore", restore)
+    with pytest.raises(Met):
+        earlier.restore(PAIR, lost="states differ", check=pytest.fail)
 
 
 @pytest.mark.parametrize("before", [None, (0, 10)])
