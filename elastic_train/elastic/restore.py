@@ -229,7 +229,10 @@ def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn:
     source = f"snapshot {offer.path}"
     try:
         require_same_task(offer, task)
-        loaded = load_state(offer)
+        try:
+            loaded = load_state(offer)
+        except SnapshotUnread:  # a file server may fail for a moment, and an older snapshot has fewer steps
+            loaded = load_state(offer)
         load(state, loaded, source)
     except TaskMismatch as error:
         return {"mismatch": str(error)}

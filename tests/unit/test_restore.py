@@ -18,7 +18,7 @@ from elastic_train.elastic.restore import Restored
 from elastic_train.elastic.resume import Resumed
 from elastic_train.elastic.whole_steps import Beginning
 from elastic_train.elastic.world_report import describe_optimizer
-from elastic_train.errors import SnapshotError, TaskMismatch
+from elastic_train.errors import SnapshotDamaged, SnapshotError, TaskMismatch
 from elastic_train.rules import NAMES
 from elastic_train.runlog.goodput import Phase, PhaseClock
 from elastic_train.training.data_identity import KIND_OF, ORDER_OF, identify_state
@@ -77,6 +77,24 @@ def test_extras_may_come_and_go(held: dict[str, float], monkeypatch: pytest.Monk
         "best": held.get("best", 0.0),
         "new": held.get("new", 7.0),
     }
+
+
+@pytest.mark.parametrize(("failures", "is_read"), [(1, True), (2, False)])
+def test_a_snapshot_that_cannot_be_read_for_a_moment_is_read_at_a_second_try(
+    failures: int, is_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the start would take an older one, and the steps since then would be done again."""
+    before, told, left = make_state(), list[str](), [SnapshotDamaged("state.pt cannot be read: EIO")] * failures
+
+    def load_state(_offer: Any) -> dict[str, Any]:
+        if left:
+            raise left.pop()
+        return before.state_dict()
+
+    monkeypatch.setattr(restore, "load_state", load_state)
+    offer: Any = SimpleNamespace(path=Path("a"), task={})
+    assert ("read" in restore._read(make_state(), offer, {}, told.append)) == is_read
+    assert told == ([] if is_read else ["damaged: state.pt cannot be read: EIO"])
 
 
 @pytest.mark.parametrize("step", [0, 1])
