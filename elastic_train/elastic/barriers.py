@@ -117,7 +117,7 @@ class Barriers:
         while True:
             self._check()
             self._watcher.thread.check()
-            if is_end_due() or self._watcher.reason is not None or self._is_left_behind(world):
+            if is_end_due() or self._watcher.reason is not None:
                 return True
             if self._is_begun(world):
                 return False
@@ -128,13 +128,6 @@ class Barriers:
             f"only {world.num_nodes} of at least {world.min_nodes} nodes after {self._limits.wait_timeout:.0f} s "
             "(--min-nodes, --wait-timeout)"
         )
-
-    def _is_left_behind(self, world: World) -> bool:
-        """Whether a member is in another world, which it may have entered before this member woke up in `world`. No
-        process group fails to form here."""
-        contacts = self._watcher.contacts
-        elsewhere = (contacts.seconds_elsewhere(world, rank) for rank in contacts.training_neighbours(world))
-        return max(elsewhere, default=0.0) > self._limits.peer_timeout
 
     def _is_begun(self, world: World) -> bool:
         """Whether a member whose training is finished, and which needs no more nodes, has begun `world`; or the others

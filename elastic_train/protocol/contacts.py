@@ -259,9 +259,10 @@ class Judge:
         for rank in contacts.training_neighbours(world):
             heard = contacts.heard_in(world, rank)
             is_elsewhere = contacts.seconds_elsewhere(world, rank) > self._peer_timeout
-            if is_elsewhere and (heard is not None or world.is_spare):
+            if is_elsewhere and (heard is not None or world.is_spare or world.num_nodes < world.min_nodes):
                 # The member has gone on. If it was in this world before, gloo may not notice, and this member may wait
-                # for ever. If it never was, the process group does not form or `_blamed` blames it; a spare has none.
+                # for ever. If it never was, the process group does not form or `_blamed` blames it, where there is one:
+                # a spare has none, nor has a world that waits for nodes.
                 yield Blame({})
                 return
             if heard is None:

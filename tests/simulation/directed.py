@@ -156,7 +156,7 @@ def spare_frozen_until_the_others_have_gone_on(leaves: bool) -> Plan:
 def frozen_as_it_is_to_wait_for_nodes(at: float, lease: float | None) -> Plan:
     """Of four that need each other one is killed, and one of the others is frozen until they wait without it, too."""
     faults = ((1.0, "kill", 3), (at, "freeze", 2), (8.0, "thaw", 2))
-    return replace(plan(4, *faults, recovers_at=12.0), trains_with=4, lease=lease)
+    return replace(plan(4, *faults, recovers_at=14.0), trains_with=4, lease=lease)
 
 
 def cut_off_until_the_end() -> Plan:

@@ -138,7 +138,6 @@ class Fake:
             do=self.do,
             announce_broken=noting("broken"),
             thread=SimpleNamespace(check=noting("check the watcher")),
-            contacts=SimpleNamespace(training_neighbours=lambda _world: []),
             reason=None,
         )
         job: Any = SimpleNamespace(
