@@ -195,8 +195,6 @@ def _check_side(simulation: Simulation, side: list[Worker]) -> None:
     plan = simulation.plan
     if len({worker.member.node for worker in trainers}) < max(1, plan.trains_with):
         return
-    if plan.trains_with > 1 and plan.max_world_size is not None:
-        return  # a spare that waits for nodes has settled nothing: it shows no other side that it has gone on
     newest = max(trainers, key=lambda worker: worker.world.generation if worker.world else -1)
     now = simulation.kernel.now
     if any(worker.committed_at > now - simulation.plan.work.commit_seconds for worker in trainers):
