@@ -295,7 +295,10 @@ def _add_submit(commands: Commands) -> None:
     )  # fmt: skip
     slurm.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
     slurm.takes_worker_flags = True
-    slurm.add_argument("flags", nargs="*", metavar="-- FLAGS", help="worker flags")
+    slurm.add_argument(
+        "flags", nargs="*", metavar="-- [SCRIPT | -m MODULE] FLAGS",
+        help="flags of the worker, after a program with its own training function, if there is one",
+    )  # fmt: skip
 
 
 def _add_snapshot(commands: Commands) -> None:

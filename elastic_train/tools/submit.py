@@ -15,6 +15,7 @@ from pathlib import Path
 from elastic_train.config import check_number, check_task_stands_alone, parse, task_of
 from elastic_train.errors import ElasticTrainError, UsageError
 from elastic_train.rendezvous.etcd_settings import parse_endpoints, require_known
+from elastic_train.tools.drills.program import read_program
 
 SCRIPTS = Path(__file__).parent / "data"
 """the scripts of deploy/slurm, so that they come with an installation too"""
@@ -48,14 +49,15 @@ class SlurmJob:
     options: Mapping[str, str] = field(default_factory=dict)
     """options of sbatch by long name without dashes; "" for a switch"""
     flags: Sequence[str] = ()
-    """flags of the worker"""
+    """flags of the worker, after a program as torchrun takes it where that is not the bundled one"""
 
 
 def write_script(job: SlurmJob) -> str:
     """Return the batch script. Raises: UsageError, which names the flag."""
     fewest, most = _nodes(job.nodes)
     is_fixed = fewest is None
-    _check(job, is_fixed)
+    program, flags = read_program(job.flags, os.environ)
+    _check(job, is_fixed, flags, is_bundled=program.is_bundled)
     if job.allocate and job.allocate < (fewest or 1) and not job.etcd:
         raise UsageError(
             f"--allocate {job.allocate}: training starts with {fewest} nodes, and another job joins only with --etcd"
@@ -82,7 +84,9 @@ def write_script(job: SlurmJob) -> str:
     for name, text in variables.items():
         if text is not None:
             script = set_variable(script, name, shlex.quote(text) if text else "")
-    return set_variable(script, "FLAGS", f"({shlex.join(job.flags)})") if job.flags else script
+    if not program.is_bundled:
+        script = set_variable(script, "PROGRAM", f"({shlex.join(program.words)})")
+    return set_variable(script, "FLAGS", f"({shlex.join(flags)})") if flags else script
 
 
 def _nodes(text: str) -> tuple[int | None, int]:
@@ -93,7 +97,7 @@ def _nodes(text: str) -> tuple[int | None, int]:
     return fewest, most
 
 
-def _check(job: SlurmJob, is_fixed: bool) -> None:
+def _check(job: SlurmJob, is_fixed: bool, flags: Sequence[str], *, is_bundled: bool) -> None:
     if is_fixed:
         elastic_only = {"--allocate": job.allocate, "--array": job.is_array, "--etcd": job.etcd, "--name": job.name}
         for flag, value in elastic_only.items():
@@ -116,13 +120,15 @@ def _check(job: SlurmJob, is_fixed: bool) -> None:
     for name in ("nodes", "array", "ntasks-per-node"):
         if name in job.options:
             raise UsageError(f"--sbatch {name}: follows from --nodes, --allocate and --array")
-    for given in job.flags:
+    for given in flags:
         owned = OWNED_FLAGS.get(given.partition("=")[0])
         if owned is not None:
             raise UsageError(f"{given}: {owned}")
-    check_task_stands_alone(job.flags)
-    if not task_of(job.flags):  # a task may have flags of its own, known only on the nodes
-        parse(job.flags)
+    if not is_bundled:
+        return  # the flags of such a program, and those of a task, are known only on the nodes
+    check_task_stands_alone(flags)
+    if not task_of(flags):
+        parse(flags)
 
 
 def _setup_of_this_environment() -> str:

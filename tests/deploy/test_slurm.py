@@ -232,6 +232,24 @@ def test_a_dry_run_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None
     assert "FLAGS=(--epochs 3)" in script
 
 
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
+@pytest.mark.parametrize("words", [["my train.py"], ["-m", "package.train"]], ids=["script", "module"])
+def test_a_loop_of_ones_own(words: list[str], nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its flags are known to the program alone: neither submit nor the check may refuse them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "package").mkdir()
+    for path in (tmp_path / "my train.py", tmp_path / "package" / "train.py"):
+        path.write_text("import elastic_train\n")
+    script = write_script(SlurmJob(nodes=nodes, flags=[*words, "--depth", "a b"], run_dir="run", setup="true"))
+    seen = tmp_path / "seen"
+    env = with_programs(tmp_path, srun=f'case "$*" in *run*) printf "<%s>" "$@" >> {seen}; echo >> {seen};; esac')
+    subprocess.run(["bash"], input=script, text=True, timeout=60, check=True, env=env)
+    check, training = seen.read_text().splitlines()
+    assert check.endswith("<--><--run-dir><run>")
+    assert training.endswith("".join(f"<{word}>" for word in (*words, "--run-dir", "run", "--depth", "a b")))
+
+
 def test_the_flag_of_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "slurm", "--local-snapshots", "--dry-run"]) == 0
     assert "\nCHECK_FLAGS=(--local-snapshots)\n" in capsys.readouterr().out

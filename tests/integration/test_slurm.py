@@ -346,6 +346,16 @@ def test_what_is_submitted_is_the_script_as_it_stands_in_the_repository(site: Si
         assert f"between the signal and the kill are {slurm_cluster.KILL_WAIT} s" in text
 
 
+def test_a_loop_of_ones_own_is_checked_and_trained(site: Site) -> None:
+    shutil.copy(Path(__file__).parents[2] / "elastic_train" / "examples" / "elastic_ddp.py", site.path / "own.py")
+    given = ["--run-dir", str(site.run_dir), "--setup", site.setup(), "--cpus-per-task", "1", "--nodes", "2:2"]
+    job = site.slurm.submit(*given, "--", "own.py", "--max-steps", "20", cwd=site.path)
+    site.slurm.wait_for_state(job, "COMPLETED", TRAINS)
+    assert result(site.run_dir)["step"] == 20
+    assert worlds(site.run_dir)[-1][1] == 2
+    assert [text.rstrip().endswith("PASS") for text in site.checked()] == [True, True]
+
+
 def test_srun_starts_the_workers_itself(site: Site) -> None:
     """The page's line without torchrun: two tasks on each of two nodes."""
     words = "srun --ntasks-per-node 2 python -m elastic_train --run-dir run --max-steps 20 --no-progress"

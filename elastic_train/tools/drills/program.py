@@ -1,4 +1,4 @@
-"""The program on the nodes of a drill: the bundled trainer, or a script with its own training function."""
+"""The program on the nodes of a drill or a batch job: the bundled trainer, or a script with its own function."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ def _require_ours(program: DrilledProgram, environ: Mapping[str, str]) -> None:
         raise UsageError(f"{name}: there is no such script in {Path.cwd()} (flags of the worker begin with --)")
     if not launches_elastic_train(program.words, environ):
         raise UsageError(
-            f"{name} does not import elastic_train: a drill needs a script that gives its training function to "
+            f"{name} does not import elastic_train: give a script that passes its training function to "
             f"elastic_train.run; where a module further down imports it, set {FORCED}=1"
         )
