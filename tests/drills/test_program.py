@@ -85,3 +85,8 @@ def test_a_busy_job_is_one_of_the_drills_own() -> None:
     for given in (["mine.py"], ["--dataset", "digits"]):
         with pytest.raises(UsageError, match="--job first-step: is for the drill's own jobs"):
             settings_of(parsed("--job", "first-step", "--", *given))
+
+
+def test_a_job_of_fewer_steps_has_another_last_one() -> None:
+    """It slows towards its end, so that the last faults come before that."""
+    assert settings_of(parsed("--", "--max-steps", "420")).last_step == 420

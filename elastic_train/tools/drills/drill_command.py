@@ -80,8 +80,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         _require_first_node(arguments.trace, trace)
     plan = plan_of(arguments, seed, has_network) if trace is None else trace.plan
     is_long = bool(arguments.every or arguments.faults or trace)
-    last_step = num_steps(plan, job, is_long=is_long) if is_bundled else None
-    flags = [*default_flags(program, last_step, job), *given]
+    most = num_steps(plan, job, is_long=is_long) if is_bundled else None
+    flags = [*default_flags(program, most, job), *given]
     for word in given:
         if word.partition("=")[0] in OWNED_FLAGS:
             raise UsageError(f"{word}: the drill sets that itself")
@@ -100,7 +100,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         num_workers=arguments.workers,
         global_batch_size=config.global_batch_size,
         peer_timeout=config.peer_timeout,
-        last_step=last_step,
+        last_step=config.max_steps if is_bundled else None,
         wants_network=has_network,
         why_no_network=why_not,
         backend=arguments.backend,
