@@ -228,6 +228,14 @@ def test_a_fault_without_effect(run_dir: Path) -> None:
     assert verdicts(audit(run_dir))["faults"] is CheckOutcome.PASS, "its node was in no world"
 
 
+def test_a_notice_to_a_node_that_was_still_starting(run_dir: Path) -> None:
+    """In a trace: the job had recovered, in that very world, as soon as it trained. The node leaves at its deadline."""
+    mark_as_drill(run_dir, num_faults=2)
+    told = {"number": 1, "target": "node2", "may_take": ["node2"], "injected_at": START + 0.95, "seconds": 0.15}
+    edit_lines(run_dir / "drill" / "faults.jsonl", lambda lines: [*lines, *({**line, **told} for line in lines)])
+    assert verdicts(audit(run_dir))["faults"] is CheckOutcome.PASS
+
+
 def test_a_worker_that_failed_although_no_fault_was_injected_there(run_dir: Path) -> None:
     mark_as_drill(run_dir)
     fail(run_dir, MEMBERS[2], 1.4)

@@ -49,15 +49,11 @@ def check_incidents(history: History) -> Found:
     for fault in faults:
         if fault.is_withdrawn:
             continue
-        if fault.recovered_seconds is None:
-            findings.append(
-                f"fault {fault.number} ({fault.name} of {fault.target}): {fault.reason or 'no recovery from it'}"
-            )
-        elif fault.recovered_seconds > fault.limit_seconds:
-            findings.append(
-                f"fault {fault.number} ({fault.name} of {fault.target}): next committed step after "
-                f"{fault.recovered_seconds:.2f} s, limit {fault.limit_seconds:.0f} s"
-            )
+        name, took = f"fault {fault.number} ({fault.name} of {fault.target})", fault.recovered_seconds
+        if took is None:
+            findings.append(f"{name}: {fault.reason or 'no recovery from it'}")
+        elif took > fault.limit_seconds:
+            findings.append(f"{name}: next committed step after {took:.2f} s, limit {fault.limit_seconds:.0f} s")
     measured = (outage.seconds for outage in outages if outage.cause == "peer_lost" and outage.is_measured)
     worst = max(measured, default=None)
     told = "" if worst is None else f"; longest outage by a lost peer {worst:.2f} s"
@@ -159,7 +155,9 @@ def check_faults(history: History) -> Found:
 
 def _without_effect(history: History, drill: DrillRecord, fault: FaultRecord) -> Iterator[str]:
     """Yield the workers that a fault was to take and that trained on in the world by which the job had recovered. After
-    0 seconds it had, because the node was in no world; a fault that was undone by then was to take nobody."""
+    0 seconds it had, because the node was in no world; a fault that was undone by then was to take nobody. In a trace a
+    node may get its notice before it is in any world, and then the job has recovered with the node, which leaves later.
+    """
     if fault.injected_at is None or not fault.recovered_seconds:
         return
     recovered_at = fault.injected_at + fault.recovered_seconds
@@ -168,8 +166,9 @@ def _without_effect(history: History, drill: DrillRecord, fault: FaultRecord) ->
     by_then = (step.generation for step in history.written if step.time <= recovered_at + ROUNDING_SECONDS)
     generation = max(by_then, default=None)
     for life in history.lives:
-        was_there = life.began < fault.injected_at and drill.node_of.get(life.member) in fault.may_take
-        is_in = any((line["event"], line["generation"]) == ("world", generation) for line in life.lines)
-        if was_there and is_in and life.ended > recovered_at:
+        stood = {line["generation"]: float(line["time"]) for line in life.lines if line["event"] == "world"}
+        was_in = min(stood.values(), default=math.inf) < fault.injected_at
+        is_target = drill.node_of.get(life.member) in fault.may_take
+        if is_target and was_in and generation in stood and life.ended > recovered_at:
             name = f"fault {fault.number} ({fault.name} of {fault.target})"
             yield f"{name} was injected, and {life.member} trained on in generation {generation}"
