@@ -6,7 +6,6 @@ import argparse
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TypeVar
 
 from elastic_train.config import Config, check_number, parse
 from elastic_train.errors import FormationFailed, LeftOut, StoreRefused, StoreUnreachable, UsageError
@@ -104,18 +103,12 @@ def launch_of(config: Config, environ: Mapping[str, str]) -> Launch:
 def until_all_come(launch: Launch, nodes: int | None, seconds: float) -> Launch:
     """The launch of a world that waits up to `seconds` for the wanted `nodes`, if their number is known: people start
     them one by one, and the last call of a job, which admits later nodes, is short."""
-    if nodes is None:
+    settings = launch.c10d or launch.etcd
+    if nodes is None or settings is None:
         return launch
-    c10d = launch.c10d and _awaiting(launch.c10d, nodes, seconds)
-    return replace(launch, c10d=c10d, etcd=launch.etcd and _awaiting(launch.etcd, nodes, seconds))
-
-
-Settings = TypeVar("Settings", C10dSettings, EtcdSettings)
-
-
-def _awaiting(settings: Settings, nodes: int, seconds: float) -> Settings:
     most = max(settings.min_nodes, min(nodes, settings.max_nodes))
-    return replace(settings, max_nodes=most, last_call=max(seconds, settings.last_call))
+    waiting = replace(settings, max_nodes=most, last_call=max(seconds, settings.last_call))
+    return replace(launch, c10d=waiting) if isinstance(waiting, C10dSettings) else replace(launch, etcd=waiting)
 
 
 def of_the_job(config: Config, launch: Launch, workers: int | None) -> tuple[Config, Launch]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,12 +22,14 @@ from elastic_train.rules import common_backend
 from elastic_train.tools.check.facts import ALL_REDUCE_BYTES, SharedFacts, WorkerFacts
 from elastic_train.tools.check.trial_place import TrialPlace
 from elastic_train.training.collectives import barrier
-from elastic_train.world import Member, World, from_json, to_json
+from elastic_train.world import Member, World, to_json, value_or_none
 
 PROBE_SECONDS = 3.0
 MOST_PROBES = 64
 """per worker: in a large world each probes the next ranks, so that each rank is probed by this many"""
 EXCHANGE_SECONDS = 120.0
+
+Facts = TypeVar("Facts", WorkerFacts, SharedFacts)
 
 
 def meet_others(membership: Membership, launch: Launch, mine: WorkerFacts) -> World:
@@ -79,6 +83,19 @@ def gather(membership: Membership, world: World, name: str, value: str, *, waits
         time.sleep(0.02)
 
 
+def gather_facts(membership: Membership, world: World, name: str, mine: Facts) -> list[Facts]:
+    """Gather every rank's facts, by rank. Every rank calls it. Raises: FormationFailed: as `gather`; or a worker is of
+    another build of elastic_train, whose facts are others."""
+    found = []
+    for member, text in zip(world.members, gather(membership, world, name, to_json(mine)), strict=True):
+        if (facts := value_or_none(type(mine), json.loads(text))) is None:
+            raise FormationFailed(
+                f"what {member.name} says of itself cannot be read here: give all nodes the same build of elastic_train"
+            )
+        found.append(facts)
+    return found
+
+
 def look_together(
     membership: Membership, world: World, mine: WorkerFacts, directory: TrialPlace
 ) -> tuple[list[WorkerFacts], list[SharedFacts]]:
@@ -91,7 +108,7 @@ def look_together(
     directory.leave_mark(token, world.rank)
     if directory.error is not None:
         mine = replace(mine, snapshot_dir_error=directory.error)
-    workers = [from_json(WorkerFacts, text) for text in gather(membership, world, "here", to_json(mine))]
+    workers = gather_facts(membership, world, "here", mine)
     ranks = range(len(world.members))
     shared = SharedFacts(
         unreachable=tuple(rank for rank in probed_by(world.rank, len(world.members)) if not is_reachable(world, rank)),
@@ -103,7 +120,7 @@ def look_together(
         if not is_communication_error(error):
             raise
         shared = replace(shared, group_error=first_line(error))
-    found = [from_json(SharedFacts, text) for text in gather(membership, world, "shared", to_json(shared))]
+    found = gather_facts(membership, world, "shared", shared)
     gather(membership, world, "through", "", waits=world.rank == 0)  # rank 0 may host the store, and ends last
     return workers, found
 
