@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import sys
@@ -82,12 +83,23 @@ def scalers_in(parts: Iterable[Any]) -> list[torch.amp.GradScaler]:
 
 def call_before_steps(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> RemovableHandle:
     """Do as `optimizer.register_step_pre_hook`, also for one whose constructor has not called torch's, such as a widely
-    copied Lookahead: the lists of its hooks are made as if it were unpickled."""
+    copied Lookahead."""
     try:
         return optimizer.register_step_pre_hook(hook)
     except AttributeError:
-        optimizer.__setstate__({})
+        _add_hooks(optimizer)
         return optimizer.register_step_pre_hook(hook)
+
+
+def _add_hooks(optimizer: torch.optim.Optimizer) -> None:
+    # As torch's constructor, but for this object alone: torch's changes the step of the whole class, and that would
+    # fail in others that lack these lists. A scheduler may have put a function in place of the step.
+    step: Any = optimizer.step
+    lists = {name: one for name, one in vars(torch.optim.SGD([torch.zeros(1)])).items() if name.endswith("_hooks")}
+    vars(optimizer).update(lists)
+    if not getattr(step, "hooked", False):
+        given = getattr(step, "__func__", None) or functools.wraps(step)(lambda _self, *args, **kw: step(*args, **kw))
+        vars(optimizer)["step"] = types.MethodType(torch.optim.Optimizer.profile_hook_step(given), optimizer)
 
 
 def rate_of(group: Mapping[str, Any]) -> float | None:

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import math
 import struct
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -1459,9 +1460,25 @@ class Lookahead(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
 
-def test_an_optimizer_that_has_not_called_torchs_constructor() -> None:
+class Delegating(Lookahead):
+    """As accelerate's: it unpickles in its own way, and has no defaults of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        del self.defaults
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+@pytest.mark.parametrize("kind", [Lookahead, Delegating])
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_an_optimizer_that_has_not_called_torchs_constructor(kind: type[Lookahead], is_scheduled: bool) -> None:
     model = nn.Linear(2, 1)
-    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer, other = (kind(torch.optim.SGD(model.parameters(), lr=0.1)) for _ in range(2))
+    groups = copy.deepcopy(optimizer.param_groups)
+    if is_scheduled:  # a scheduler keeps the step that it finds
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     state = TrainState(model, optimizer, length=64, global_batch_size=4, epochs=9)
     seen: list[int] = []
     state.before_update = lambda: seen.append(optimizer.num_steps)
@@ -1471,6 +1488,19 @@ def test_an_optimizer_that_has_not_called_torchs_constructor() -> None:
     optimizer.step()
     assert (seen, optimizer.num_steps, state.is_whole) == ([0], 1, False)
     assert not torch.equal(model.weight, before)
+    state.commit(0.0)
+    for _ in range(2):
+        other.step()  # of the same class, and none of the state's
+    assert (seen, other.num_steps, state.is_whole) == ([0], 2, True)
+    state.kept.updates.leave_to_owner()
+    if is_scheduled:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scheduler.step()
+    else:
+        assert [one.keys() for one in optimizer.param_groups] == [one.keys() for one in groups]
+    optimizer.step()
+    assert (seen, optimizer.num_steps, state.is_whole) == ([0], 2, True)
 
 
 def test_what_is_no_closure_is_left_alone() -> None:
