@@ -180,9 +180,13 @@ def _build_worker(
         extras=_with_average(extras or {}, model, config.ema_decay),
     )
     state.plan |= {name: value for name, value in own_values(config).items() if isinstance(value, PLAIN_TYPES)}
-    launch = Launch.from_environment(os.environ, config.store_endpoint)
-    _require_untrained(Path(config.run_dir or default_run_dir(launch.run_id)), config)
-    return build(config, launch, stop, Parts(task, state, device))
+    try:
+        launch = Launch.from_environment(os.environ, config.store_endpoint)
+        _require_untrained(Path(config.run_dir or default_run_dir(launch.run_id)), config)
+        return build(config, launch, stop, Parts(task, state, device))
+    except BaseException:
+        state.kept.updates.leave_to_owner()  # the caller may live on
+        raise
 
 
 _trained: set[Path] = set()

@@ -19,6 +19,7 @@ from elastic_train.storage.ownership import OWNER_RECORD
 from elastic_train.storage.places import OwnedBucket
 from elastic_train.storage.run_directory import RunDirectory
 from elastic_train.storage.store_urls import parse_url
+from tests.unit.test_state import make_state
 
 
 def test_a_failed_run_does_not_hold_its_bucket(
@@ -27,7 +28,7 @@ def test_a_failed_run_does_not_hold_its_bucket(
     bucket, directory = OwnedBucket(parse_url(f"memory://{request.node.name}")), RunDirectory(tmp_path)
     worker: Any = SimpleNamespace(
         config=Config(), launch=Launch(), bucket=bucket, directory=directory, stop=StopSignal(),
-        reporter=SimpleNamespace(failed=lambda _error: None, close=lambda: None),
+        reporter=SimpleNamespace(failed=lambda _error: None, close=lambda: None), state=make_state(),
     )  # fmt: skip
 
     def fail(*_: Any) -> int:
@@ -50,6 +51,7 @@ def test_a_least_of_nodes_with_which_no_job_begins_is_told(tmp_path: Path, least
     worker: Any = SimpleNamespace(
         config=Config(min_nodes=least), launch=Launch(min_nodes=2), bucket=None, directory=RunDirectory(tmp_path),
         stop=StopSignal(), reporter=SimpleNamespace(log=said.append, failed=lambda _error: None, close=lambda: None),
+        state=make_state(),
     )  # fmt: skip
     program: Any = None
     with pytest.raises(AttributeError):  # it comes no further
