@@ -278,10 +278,14 @@ class Trainer:
     def _seeing_every_optimizer(self) -> Iterator[None]:
         """Watch every optimizer of a user's own loop, also those that `extras` do not name. One of them may be made of
         several, and change the weights between its own passes (SAM)."""
-        state = self._worker.state
+        state, between = self._worker.state, None
 
         def begin(optimizer: torch.optim.Optimizer, *arguments: Any) -> Arguments | None:
-            if self._training is None or not state.is_whole or not state.kept.updates.is_part(optimizer):
+            nonlocal between
+            if self._training is None or not state.is_whole:
+                return None
+            between = None if state.is_step_open else optimizer  # not asked at the end: it may be given up meanwhile
+            if not state.kept.updates.is_part(optimizer):
                 return None
             state.kept.updates.is_needed = True
             return state.begin_update(optimizer, *arguments)
@@ -291,7 +295,7 @@ class Trainer:
                 return
             if state.kept.updates.is_part(optimizer):
                 self._training.note_applied(None)
-            if any(optimizer is one for one in state.kept.updates.optimizers):
+            if optimizer is between:  # not a part of the one that steps
                 state.end_update()
             self._hints.note_other_stepped(self._training.world, optimizer)
 

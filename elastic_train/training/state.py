@@ -151,8 +151,8 @@ class TrainState:
         return checked
 
     def end_update(self) -> None:
-        """Note that an optimizer's step is over. Between two steps the state is whole again."""
-        self._is_updating &= self.is_step_open
+        """Note that an optimizer's step is over that began between two steps: the state is whole again."""
+        self._is_updating = False
 
     def remember(self) -> None:
         """Begin a step: keep a copy of all that it may change before its reduction is known to be sound."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -23,6 +24,7 @@ from elastic_train.elastic import own_loop
 from elastic_train.elastic.own_parallel import OwnParallel
 from elastic_train.elastic.run import find_world
 from elastic_train.elastic.session import Training, scalar_of
+from elastic_train.elastic.trainer import Trainer
 from elastic_train.errors import FormationFailed, Refused, UsageError
 
 MODEL = nn.Linear(1, 1)
@@ -141,14 +143,75 @@ def test_an_optimizer_is_its_owners_again_when_run_has_ended(is_finished: bool, 
         assert its_run("second") == 2
 
 
+class Interrupted(torch.optim.Optimizer):
+    """One during whose step another thread does something."""
+
+    during: Any = staticmethod(lambda: None)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= parameter.grad
+        other = threading.Thread(target=self.during)
+        other.start()
+        other.join(30.0)
+        assert not other.is_alive()
+
+
 @pytest.mark.usefixtures("handlers")
-@pytest.mark.parametrize("which", ["its own", "another one"])
+def test_a_step_that_is_given_up_within_the_optimizers_does_not_become_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state is put back on another thread where the training thread hangs. That may return at this very moment."""
+    model = nn.Linear(1, 1)
+    optimizer = Interrupted(model.parameters(), {})
+    trainers: list[Trainer] = []
+    make = Trainer._make_training
+    monkeypatch.setattr(Trainer, "_make_training", lambda self, *args: (trainers.append(self), make(self, *args))[1])
+    seen: list[bool] = []
+
+    def its_train(training: Training) -> None:
+        for _ in training.epochs():
+            for (inputs,) in training.batches():
+                loss = model(inputs).square().mean()
+                loss.backward()
+                if training.state.step == 1:
+                    optimizer.during = trainers[0].abandon
+                optimizer.step()
+                seen.append(training.state.is_whole)
+                if training.state.step == 1:
+                    raise LookupError("of the function")
+                training.commit(loss)
+
+    config = Config(run_dir=tmp_path, epochs=1, global_batch_size=2, no_progress=True)
+    with pytest.raises(LookupError):
+        own_loop.run(its_train, model, optimizer, TensorDataset(torch.ones(4, 1)), config)
+    assert seen == [False, False]
+
+
+@pytest.mark.usefixtures("handlers")
+def test_an_optimizer_is_its_owners_again_when_run_has_refused(tmp_path: Path) -> None:
+    """In a notebook, say, which lives on."""
+    model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    (tmp_path / "a file").touch()
+    config = Config(run_dir=tmp_path / "a file", epochs=1, global_batch_size=2, no_progress=True)
+    with pytest.raises(SystemExit):
+        own_loop.run(train, model, optimizer, TensorDataset(torch.ones(4, 1)), config)
+    optimizer.add_param_group({"params": [*model[0].parameters()]})
+    optimizer.step()
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("which", ["its own", "another one", "a part"])
 def test_what_is_committed_is_saved_though_an_optimizer_has_stepped_between_two_steps(
     which: str, tmp_path: Path
 ) -> None:
     """As one that fits a probe after each epoch."""
     model, probe = nn.Linear(1, 1), nn.Linear(1, 1)
     optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, probe))
+    part = torch.optim.SGD(probe.parameters(), lr=0.1)
+    vars(other)["base_optimizer"] = part  # SAM's second_step calls its step
 
     def its_train(training: Training) -> None:
         for _ in training.epochs():
@@ -158,7 +221,7 @@ def test_what_is_committed_is_saved_though_an_optimizer_has_stepped_between_two_
                 optimizer.step()
                 training.commit(loss)
             probe(torch.ones(1, 1)).sum().backward()
-            {"its own": optimizer, "another one": other}[which].step()
+            {"its own": optimizer, "another one": other, "a part": part}[which].step()
             raise LookupError("of the function")
 
     config = Config(run_dir=tmp_path, epochs=2, global_batch_size=2, no_progress=True)
