@@ -95,8 +95,8 @@ def _add_hooks(optimizer: torch.optim.Optimizer) -> None:
     # As torch's constructor, but for this object alone: torch's changes the step of the whole class, and that would
     # fail in others that lack these lists. A scheduler may have put a function in place of the step.
     step: Any = optimizer.step
-    lists = {name: one for name, one in vars(torch.optim.SGD([torch.zeros(1)])).items() if name.endswith("_hooks")}
-    vars(optimizer).update(lists)
+    torchs = torch.optim.SGD([torch.zeros(1, device="cpu")])
+    vars(optimizer).update({name: lists for name, lists in vars(torchs).items() if name.endswith("_hooks")})
     if not getattr(step, "hooked", False):
         given = getattr(step, "__func__", None) or functools.wraps(step)(lambda _self, *args, **kw: step(*args, **kw))
         vars(optimizer)["step"] = types.MethodType(torch.optim.Optimizer.profile_hook_step(given), optimizer)
