@@ -86,7 +86,7 @@ def test_what_would_fail_again_is_to_be_mended_first(error: ElasticTrainError, s
 
 
 def test_who_hears_of_such_an_error_while_the_others_decide_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    part: Any = SimpleNamespace(heard=lambda _world, _key: "no parallel()")
+    part: Any = SimpleNamespace(heard=lambda _key: "no parallel()")
     nothing: Any = None
     survivors = Survivors(
         part, part, part, part, newcomers=nothing, check=nothing, require_no_better=nothing, leave=nothing, log=nothing
