@@ -203,16 +203,16 @@ class EarlierRun:
             raise SnapshotsInUse(in_use)
         self._look()  # again: snapshots may have been written and pruned while this worker waited
         # Whose state is lost names the run, as the others may be nodes that were started again; but not beside --fresh.
-        naming = [entry for entry in told if entry["is_anew"]] or [entry for entry in told if entry["lost"] is not None]
-        lost, run_uid = (naming[0]["lost"], naming[0]["run"]) if naming else (None, self._run_uid)
+        namer = next((r for key in ("is_anew", "lost") for r, entry in enumerate(told) if entry[key]), 0)
         started = peak_rates(state) if state.generation is None else None
         restored = restore(
             state,
             world,
             self._offers,
             task=worker.must_agree_with_snapshot(),
-            run_uid=run_uid,
-            lost=lost,
+            run_uid=told[namer]["run"],
+            lost=told[namer]["lost"],
+            source=namer,  # who was left out still has the state of another run, and may be rank 0
             awaited=self._membership.awaited,
             record=self._record,
             past=lambda: self._past(self._own_past(world)),

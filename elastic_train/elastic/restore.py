@@ -9,6 +9,7 @@ reports what the directory's events tell of snapshots that no member sees.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,12 +21,7 @@ from torch import Tensor
 from elastic_train.branches import Position, describe, is_on, restarted
 from elastic_train.elastic.handover import Check, Loaded, hand_out
 from elastic_train.elastic.loading import load
-from elastic_train.errors import (
-    Refused,
-    SnapshotError,
-    SnapshotUnread,
-    TaskMismatch,
-)
+from elastic_train.errors import Refused, SnapshotError, SnapshotUnread, TaskMismatch
 from elastic_train.rules import NAMES, disagreement, freshest
 from elastic_train.runlog.event_types import Source
 from elastic_train.storage.past_snapshots import PastSnapshots, require_none_written
@@ -66,6 +62,7 @@ def restore(
     task: Mapping[str, Any],
     run_uid: str,
     lost: str | None,
+    source: int,
     awaited: str | None,
     record: RunRecord,
     past: Callable[[], PastSnapshots | None],
@@ -76,11 +73,12 @@ def restore(
     """Bring every rank to the same state; every rank calls this.
 
     Args:
-        state: freshly built; loaded in place.
+        state: freshly built, or that of a run which this rank has left; loaded in place.
         offers: the snapshots that this rank can see, newest first.
         task: the facts that a snapshot must agree with.
         run_uid: the name of the run, where this job has one already; else that of a new run.
         lost: how a state of this run was lost; None where the run directories decide which run is continued or begun.
+        source: the rank whose state all have where the run begins from scratch; it is freshly built.
         awaited: the run of a job that is gone, in whose join queue this rank has waited.
         record: which run this rank's run directory belongs to.
         past: called where there is no snapshot; returns what this rank's run directory reports of any, None on ranks
@@ -109,15 +107,13 @@ def restore(
     offers = [offer for offer in offers if offer.run_uid == run_uid]
     from_rank = _restore_newest(state, world, offers, by_rank, superseded, task=task, warn=warn, check=check)
     if from_rank is not None:
-        state.restarts = restarted(state.restarts, gather_json(token_hex(4))[0], state.step)
         return Restored("snapshot", state.step, from_rank)
     if lost is not None:
         raise SnapshotError(f"{lost}, and {NONE_SEEN}")
     # The directory may also report snapshots of a run that this one replaces.
     _require_none_written(None if record.uid in superseded else past())
     state.run_uid, state.superseded = run_uid, superseded
-    _begin(state, world, check)
-    return Restored("scratch", 0, 0)
+    return _begin(state, world, source, check)
 
 
 def _require_own_run(
@@ -150,16 +146,17 @@ def _require_none_written(found: PastSnapshots | None) -> None:
     require_none_written([value_of(PastSnapshots, fields) for fields in told if fields is not None])
 
 
-def _begin(state: TrainState, world: World, check: Check) -> None:
-    """Begin from scratch with rank 0's state and the longest clock: the run began with its first member, and keeps that
-    time for all if that member dies. Every rank calls this."""
+def _begin(state: TrainState, world: World, source: int, check: Check) -> Restored:
+    """Begin from scratch with the state of `source` and the longest clock: the run began with its first member, and
+    keeps that time for all if that member dies. Every rank calls this."""
     if state.micro_batch_size is None:
         state.micro_batch_size = -(-state.global_batch_size // world.world_size)
-    # The seed makes the states equal if the machines are equal; rank 0's state counts in any case.
-    hand_out(state, range(world.world_size), check)
+    # The seed makes the states equal if the machines are equal; that of `source` counts in any case.
+    hand_out(state, [source, *(rank for rank in range(world.world_size) if rank != source)], check)
     state.clock.count_nodes(world.num_nodes)  # before the clock is taken over: inherited time is not counted again
     clocks = gather_json(state.clock.state_dict())
     state.clock.take_over(max(clocks, key=lambda clock: sum(clock["totals"].values())))
+    return Restored("scratch", 0, source)
 
 
 def _restore_newest(
@@ -218,6 +215,7 @@ def _restore_newest(
         hand_out(state, [whole[0], *without], check)
         if state.generation is None:  # else this process has counted its own time all the while
             state.clock.load_state_dict(told[whole[0]]["read"])
+        state.restarts = restarted(state.restarts, gather_json(token_hex(4))[0], state.step)
         return whole[0]
 
 
@@ -229,10 +227,7 @@ def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn:
     source = f"snapshot {offer.path}"
     try:
         require_same_task(offer, task)
-        try:
-            loaded = load_state(offer)
-        except SnapshotUnread:  # a file server may fail for a moment, and an older snapshot has fewer steps
-            loaded = load_state(offer)
+        loaded = _loaded(offer)
         load(state, loaded, source)
     except TaskMismatch as error:
         return {"mismatch": str(error)}
@@ -245,6 +240,13 @@ def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn:
     _compare_names(state, offer.task.get(NAMES), task.get(NAMES), source, warn)
     has_all = state.extras.keys() <= loaded.get("extras", {}).keys()
     return {"read": loaded["run"]["clock"], "settings": settings_hash(state) if has_all else None}
+
+
+def _loaded(offer: SnapshotInfo) -> dict[str, Any]:
+    """Read a snapshot, twice if need be: a file server may fail for a moment, and an older one has fewer steps."""
+    with suppress(SnapshotUnread):  # it is gone when the second read begins: its frames hold what the first has read
+        return load_state(offer)
+    return load_state(offer)
 
 
 def sync_from_freshest(

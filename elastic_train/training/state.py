@@ -273,7 +273,7 @@ class TrainState:
         position, run = state["position"], state["run"]
         self.epoch, self.step, self.samples_done = (int(position[name]) for name in ("epoch", "step", "samples_done"))
         self.run_uid, self.superseded = str(run["uid"]), tuple(run.get("superseded", ()))
-        self.micro_batch_size = self.micro_batch_size or run["micro_batch_size"]
+        self.micro_batch_size = (not is_peers and self.micro_batch_size) or run["micro_batch_size"]
         self.last_loss, self.last_commits = run["last_loss"], list(run.get("last_commits", ()))
         self.ratings.load_state_dict(run.get("ratings", {}))
         self.incidents, self.generations = incidents_of(run["incidents"]), int(run["generations"])

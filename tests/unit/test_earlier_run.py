@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from elastic_train.config import Config
 from elastic_train.elastic import earlier_run
 from elastic_train.elastic.connect import Return
 from elastic_train.elastic.earlier_run import EarlierRun, note_restart
-from elastic_train.elastic.restore import Restored
+from elastic_train.elastic.restore import ALL_GONE, Restored
 from elastic_train.errors import NewerGeneration, ObjectStoreError, SnapshotError
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.storage.bucket_owner import BucketOwner
@@ -28,9 +30,11 @@ from elastic_train.storage.run_record import RUN_FILE, RunRecord
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.store_arms import MemoryArm, Stored
 from elastic_train.storage.store_urls import parse_url
+from elastic_train.training.state import state_sha256
 from elastic_train.world import World
+from tests.ranks import on_each_rank
 from tests.unit.test_admission import member
-from tests.unit.test_state import make_state
+from tests.unit.test_state import make_state, step
 from tests.unit.test_stopped_late import SINGLE
 
 PAIR = World(0, 4, (member(0), member(1)))
@@ -167,6 +171,50 @@ def test_who_drops_its_state_names_the_run_that_it_has_trained(
         earlier.restore(PAIR, lost="states differ", check=pytest.fail)
 
 
+def begin_anew(rank: int, out: Path) -> None:
+    """Rank 0 was left out: it has a trained state, and has saved it. Rank 1 was started with --fresh."""
+    state, directory = make_state(seed=rank), RunDirectory(out / f"run-{rank}")
+    directory.create()
+    if rank == 0:
+        state.run_uid, state.micro_batch_size = "before", 7
+        for seed in range(5):
+            step(state, seed)
+        writer = SnapshotWriter(directory.snapshots_dir, keep=3, host="n0", run_uid="before", task={})
+        writer.save(state.state_dict(), step=5, epoch=0, samples_done=0, generation=0, world_size=1)
+        directory.replace_file(RUN_FILE, RunRecord("before").to_json())
+    worker: Any = SimpleNamespace(
+        directory=directory,
+        config=Config(),
+        launch=Launch(),
+        snapshots_dir=directory.snapshots_dir,
+        bucket=None,
+        snapshot_key=None,
+        reporter=SimpleNamespace(warn=lambda _: None, log=lambda _: None),
+        state=state,
+        must_agree_with_snapshot=dict,
+        agreement=dict,
+    )
+    membership: Any = SimpleNamespace(
+        published=lambda _name: None, agreed_once=lambda _name, proposal: proposal, came_later=False, awaited=None
+    )
+    files: Any = SimpleNamespace(take_bucket=lambda *_: None, warn_once=pytest.fail)
+    earlier: Any = EarlierRun(worker, membership, files)
+    earlier._fresh_record = RunRecord("", is_fresh=True) if rank == 1 else None
+    earlier._look()
+    lost = ALL_GONE if rank == 0 else None
+    restored = earlier.restore(replace(PAIR, rank=rank), lost=lost, check=lambda: None)
+    found = [state_sha256(state.model.state_dict()), state.step, state.micro_batch_size, state.run_uid]
+    (out / str(rank)).write_text(json.dumps([restored.source, *found]))
+
+
+def test_nodes_that_begin_anew_do_not_take_over_the_state_of_one_that_was_left_out(tmp_path: Path) -> None:
+    """That one leads the first world, as it has a snapshot."""
+    on_each_rank(begin_anew, tmp_path, size=2)
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    assert found[1][:-1] == ["scratch", state_sha256(make_state(seed=1).model.state_dict()), 0, 32]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("before", [None, (0, 10)])
 def test_a_snapshot_that_is_taken_back_is_not_told_of(bucket: OwnedBucket, before: tuple[int, int] | None) -> None:
     """A peer is lost in that moment. A start would look for ever for what nobody can see."""
@@ -191,8 +239,8 @@ def test_a_run_that_had_snapshots_in_the_bucket_does_not_begin_anew_where_none_i
     bucket: OwnedBucket, tmp_path: Path
 ) -> None:
     own(bucket, "Y")
-    for step in (10, 20):
-        save(bucket, "Y", step)
+    for number in (10, 20):
+        save(bucket, "Y", number)
     for key in bucket.store.list():
         if key.endswith("manifest.json"):
             bucket.store.put(key, b"{")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -95,6 +96,22 @@ def test_a_snapshot_that_cannot_be_read_for_a_moment_is_read_at_a_second_try(
     offer: Any = SimpleNamespace(path=Path("a"), task={})
     assert ("read" in restore._read(make_state(), offer, {}, told.append)) == is_read
     assert told == ([] if is_read else ["damaged: state.pt cannot be read: EIO"])
+
+
+def test_what_was_read_of_a_snapshot_is_gone_before_it_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a large state would be in memory twice."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def load_state(_offer: Any) -> dict[str, Any]:
+        assert [one() for one in held] == [None] * len(held)
+        part = torch.zeros(1)
+        held.append(weakref.ref(part))
+        raise SnapshotDamaged("state.pt cannot be read: EIO")
+
+    monkeypatch.setattr(restore, "load_state", load_state)
+    offer: Any = SimpleNamespace(path=Path("a"), task={})
+    assert restore._read(make_state(), offer, {}, lambda _: None) == {}
+    assert len(held) == 2
 
 
 @pytest.mark.parametrize("step", [0, 1])

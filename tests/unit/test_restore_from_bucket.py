@@ -73,6 +73,7 @@ def restore_at_start(
         task={},
         run_uid="new",
         lost=None,
+        source=0,
         awaited=awaited,
         record=record,
         past=lambda: past,
