@@ -341,7 +341,7 @@ def test_of_several_that_read_a_snapshot_the_first_ones_settings_count(
     monkeypatch.setattr(restore, "newest_offer", lambda _offers: offer)
     monkeypatch.setattr(restore, "Offer", SimpleNamespace(of=lambda one: one))
     monkeypatch.setattr(restore, "hand_out", lambda _state, ranks, _check: handed.append(ranks))
-    state: Any = SimpleNamespace(superseded=(), generation=0)
+    state: Any = SimpleNamespace(superseded=(), generation=0, restarts=(), step=1)
     world: Any = SimpleNamespace(rank=1, world_size=3)
     offers: list[Any] = [offer]
     by_rank: list[list[Any]] = [[offer], [offer], []]
