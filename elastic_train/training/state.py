@@ -163,8 +163,9 @@ class TrainState:
     def rollback(self) -> bool:
         """Return to the last commit after a step that failed. Weights that were changed are put back (`KeptUpdates`).
         Returns whether a step was open; if not, nothing is changed."""
-        was_open, self.is_step_open = self.is_step_open, False
-        self._is_updating &= not (was_open and self.kept.put_back())
+        if was_open := self.is_step_open:
+            self.is_step_open = False
+            self._is_updating &= not self.kept.put_back()
         return was_open
 
     def commit(self, loss: float | None) -> bool:
@@ -184,8 +185,7 @@ class TrainState:
             "generation": self.generation,
         }
         self.last_commits = [*self.last_commits[-1:], event]
-        has_ended_epoch = self.samples_done >= self.length
-        if has_ended_epoch:
+        if has_ended_epoch := self.samples_done >= self.length:
             self.epoch, self.samples_done = self.epoch + 1, 0
         self._is_updating = False  # the step is done, even if a user's schedule raises
         self._apply_schedule(self.step)
