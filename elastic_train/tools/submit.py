@@ -57,7 +57,8 @@ def write_script(job: SlurmJob) -> str:
     fewest, most = _nodes(job.nodes)
     is_fixed = fewest is None
     program, flags = read_program(job.flags, os.environ)
-    _check(job, is_fixed, flags, is_bundled=program.is_bundled)
+    _check(job, is_fixed)
+    _check_flags(flags, is_bundled=program.is_bundled)
     if job.allocate and job.allocate < (fewest or 1) and not job.etcd:
         raise UsageError(
             f"--allocate {job.allocate}: training starts with {fewest} nodes, and another job joins only with --etcd"
@@ -97,7 +98,7 @@ def _nodes(text: str) -> tuple[int | None, int]:
     return fewest, most
 
 
-def _check(job: SlurmJob, is_fixed: bool, flags: Sequence[str], *, is_bundled: bool) -> None:
+def _check(job: SlurmJob, is_fixed: bool) -> None:
     if is_fixed:
         elastic_only = {"--allocate": job.allocate, "--array": job.is_array, "--etcd": job.etcd, "--name": job.name}
         for flag, value in elastic_only.items():
@@ -120,6 +121,9 @@ def _check(job: SlurmJob, is_fixed: bool, flags: Sequence[str], *, is_bundled: b
     for name in ("nodes", "array", "ntasks-per-node"):
         if name in job.options:
             raise UsageError(f"--sbatch {name}: follows from --nodes, --allocate and --array")
+
+
+def _check_flags(flags: Sequence[str], *, is_bundled: bool) -> None:
     for given in flags:
         owned = OWNED_FLAGS.get(given.partition("=")[0])
         if owned is not None:

@@ -49,11 +49,12 @@ def check_incidents(history: History) -> Found:
     for fault in faults:
         if fault.is_withdrawn:
             continue
-        name, took = f"fault {fault.number} ({fault.name} of {fault.target})", fault.recovered_seconds
+        took = fault.recovered_seconds
         if took is None:
-            findings.append(f"{name}: {fault.reason or 'no recovery from it'}")
+            findings.append(f"{fault.described}: {fault.reason or 'no recovery from it'}")
         elif took > fault.limit_seconds:
-            findings.append(f"{name}: next committed step after {took:.2f} s, limit {fault.limit_seconds:.0f} s")
+            late = f"next committed step after {took:.2f} s, limit {fault.limit_seconds:.0f} s"
+            findings.append(f"{fault.described}: {late}")
     measured = (outage.seconds for outage in outages if outage.cause == "peer_lost" and outage.is_measured)
     worst = max(measured, default=None)
     told = "" if worst is None else f"; longest outage by a lost peer {worst:.2f} s"
@@ -170,5 +171,4 @@ def _without_effect(history: History, drill: DrillRecord, fault: FaultRecord) ->
         was_in = min(stood.values(), default=math.inf) < fault.injected_at
         is_target = drill.node_of.get(life.member) in fault.may_take
         if is_target and was_in and generation in stood and life.ended > recovered_at:
-            name = f"fault {fault.number} ({fault.name} of {fault.target})"
-            yield f"{name} was injected, and {life.member} trained on in generation {generation}"
+            yield f"{fault.described} was injected, and {life.member} trained on in generation {generation}"

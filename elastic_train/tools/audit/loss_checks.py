@@ -32,9 +32,8 @@ def check_losses(history: History) -> Found:
     step_seconds = max(lost_time(history).step_seconds.values(), default=0.0)
     limit = STANDSTILL_SECONDS + 2 * step_seconds + drill.standstill
     for fault in drill.faults:
-        name = f"fault {fault.number} ({fault.name} of {fault.target})"
         found = (_standstill(times, limit, fault, drill.faults), *_crashed(history, fault))
-        findings += [f"{name}: {what}" for what in found if what]
+        findings += [f"{fault.described}: {what}" for what in found if what]
     return f"{len(gone)} were lost, left or failed", findings
 
 

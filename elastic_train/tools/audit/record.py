@@ -121,6 +121,10 @@ class FaultRecord:
     is_withdrawn: bool = False
     """whether an awaited node was taken away before its limit: there was nothing to recover from"""
 
+    @property
+    def described(self) -> str:
+        return f"fault {self.number} ({self.name} of {self.target})"
+
     def has_done(self, effect: Effect) -> bool:
         return effect in self.effects and self.injected_at is not None
 
