@@ -144,6 +144,15 @@ def test_a_drill_with_cables_and_power(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(Network.why_not() is not None, reason="no network namespaces here")
+def test_the_keys_of_a_host_without_power_are_no_leftovers(tmp_path: Path) -> None:
+    plan = scenario(tmp_path, "power-loss", every=4.0)
+    done = drill(tmp_path, "--seed", "5", "--nodes", "3", "--backend", "etcd3", "--scenario", plan, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(Network.why_not() is not None, reason="no network namespaces here")
 def test_a_drill_without_room(tmp_path: Path) -> None:
     plan = scenario(tmp_path, "disk-full", every=4.0)
     done = drill(tmp_path, "--seed", "5", "--nodes", "3", "--scenario", plan, timeout=600)

@@ -55,6 +55,8 @@ class Network:
         self._aliases = aliases
         self._shaped: dict[int, list[list[str]]] = {}
         """node -> commands that undo what was done to its line"""
+        self.unplugged: set[int] = set()
+        """nodes without a cable"""
         try:
             _delete_leftovers()
             self._make_hub()
@@ -111,6 +113,7 @@ class Network:
 
     def pull_cable(self, index: int) -> None:
         _ip("-n", self._name("hub"), "link", "set", f"veth{index}", "down")
+        self.unplugged.add(index)
 
     def drop_outgoing(self, index: int) -> None:
         """Drop what the node sends; it still receives."""
@@ -124,6 +127,7 @@ class Network:
 
     def plug_in(self, index: int, bridge: str = "br0") -> None:
         _ip("-n", self._name("hub"), "link", "set", f"veth{index}", "master", bridge, "up")
+        self.unplugged.discard(index)
 
     def drop_some(self, index: int, share: float) -> Callable[[], int]:
         """Drop a share of the packets to the node; return what counts the lost ones."""
