@@ -429,6 +429,25 @@ def test_a_temporary_file_in_a_folder_of_snapshots_elsewhere(run_dir: Path, tmp_
     assert verdicts(audit(run_dir))["snapshots"] is CheckOutcome.SKIPPED, "it may be on another machine"
 
 
+def test_each_node_has_a_folder_of_snapshots_of_its_own(run_dir: Path, tmp_path: Path) -> None:
+    for number, member in enumerate(MEMBERS):
+        folder = {"snapshot_dir": str(tmp_path / f"of-{number}")}
+
+        def move(lines: list[Line], folder: dict[str, str] = folder) -> list[Line]:
+            return [{**line, "config": {**line["config"], **folder}} if "config" in line else line for line in lines]
+
+        edit_lines(events_of(run_dir, member), move)
+        shutil.copytree(run_dir / "snapshots", tmp_path / f"of-{number}")
+    shutil.rmtree(run_dir / "snapshots")
+    assert audit(run_dir).passed, audit(run_dir).reasons
+    state = next((tmp_path / "of-0").glob("step-*/state.pt"))
+    state.write_bytes(state.read_bytes()[:-1])
+    assert "its manifest says" in only_failure(run_dir, "snapshots")
+    shutil.rmtree(tmp_path / "of-0")
+    (found,) = [check for check in audit(run_dir).checks if check.name == "snapshots"]
+    assert f"not on this machine: {tmp_path / 'of-0'}" in found.detail
+
+
 def test_what_the_drill_itself_found_left(run_dir: Path) -> None:
     mark_as_drill(run_dir)
     (run_dir / "drill" / "leftovers.json").write_text(json.dumps(["port 29400 is still open"]))

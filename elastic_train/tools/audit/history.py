@@ -138,9 +138,10 @@ class History:
         return int_of(self.config, "global_batch_size") or None
 
     @property
-    def snapshot_folder(self) -> Path:
-        """The folder of the snapshots. For a URL, a folder that does not exist: an audit reads no object store."""
-        return folder_by(self.config, self.run_dir)
+    def snapshot_folders(self) -> list[Path]:
+        """The folders of the snapshots: nodes may differ. For a URL, a folder that does not exist: an audit reads no
+        object store."""
+        return list(dict.fromkeys(folder_by(dict_of(start, "config"), self.run_dir) for start in self.starts))
 
     @property
     def in_bucket(self) -> str:

@@ -39,14 +39,17 @@ def check_snapshots(history: History) -> Found:
     findings += _restored_although_damaged(history)
     if history.is_finished and history.last_step not in {info.step for info in infos}:
         # A folder outside of the run directory may be on another machine, except in a drill.
-        if history.drill is not None or history.snapshot_folder.is_relative_to(history.run_dir):
+        if history.drill is not None or not _folders_elsewhere(history):
             findings.append(f"finished, but there is no snapshot of step {history.last_step}")
         elif history.last_step not in {int(line["snapshot_step"]) for line in history.of("snapshot")}:
             findings.append(f"finished, but no worker has written a snapshot of step {history.last_step}")
     if not infos and not findings:
         raise Skip(f"no snapshot in the run directory{history.in_bucket}")
     on_purpose = f", {len(planted)} damaged on purpose" if planted else ""
-    return count(len(infos), "snapshot") + on_purpose, findings
+    elsewhere = [] if history.in_bucket else _folders_elsewhere(history)
+    absent = [str(folder) for folder in elsewhere if not folder.is_dir()]
+    not_here = f"; not on this machine: {', '.join(absent)}" if absent else ""
+    return count(len(infos), "snapshot") + on_purpose + not_here, findings
 
 
 def _restored_although_damaged(history: History) -> Iterator[str]:
@@ -69,11 +72,13 @@ def _is_of_step(name: str, step: int) -> bool:
 
 def find_snapshots_of(history: History) -> tuple[list[SnapshotInfo], list[str]]:
     """Return (snapshots with a readable manifest and the right size, what is wrong with the others)."""
-    problems: list[str] = []
-    try:
-        return find_snapshots(history.snapshot_folder, warn=problems.append), problems
-    except SnapshotError as error:
-        return [], [str(error)]
+    infos, problems = list[SnapshotInfo](), list[str]()
+    for folder in history.snapshot_folders:
+        try:
+            infos += find_snapshots(folder, warn=problems.append)
+        except SnapshotError as error:
+            problems.append(str(error))
+    return infos, problems
 
 
 def check_leftovers(history: History) -> Found:
@@ -106,8 +111,10 @@ def _is_temporary(name: str) -> bool:
 
 
 def _names_elsewhere(history: History) -> list[str]:
-    """The paths in a snapshot folder outside of the run directory."""
-    directory = history.snapshot_folder
-    if directory.is_relative_to(history.run_dir) or not directory.is_dir():
-        return []
-    return [str(path) for path in sorted(directory.iterdir())]
+    """The paths in snapshot folders outside of the run directory."""
+    folders = [folder for folder in _folders_elsewhere(history) if folder.is_dir()]
+    return [str(path) for folder in folders for path in sorted(folder.iterdir())]
+
+
+def _folders_elsewhere(history: History) -> list[Path]:
+    return [folder for folder in history.snapshot_folders if not folder.is_relative_to(history.run_dir)]
