@@ -2,17 +2,15 @@
 
 It needs neither a shared file system nor a particular rank 0. All members compare, over the process group, the newest
 snapshots that they see. The best one in a folder is read by each member that sees that very file; the first of them
-sends the state to the others. A bucket is seen by all, so one member reads it for all. Only a run directory's leader
-reports what the directory's events tell of snapshots that no member sees.
+sends the state to the others. A bucket is seen by all, so one member reads it for all; if it cannot, the other nodes
+try. Only a run directory's leader reports what the directory's events tell of snapshots that no member sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
-from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
@@ -21,7 +19,14 @@ from torch import Tensor
 from elastic_train.branches import Position, describe, is_on, restarted
 from elastic_train.elastic.handover import Check, Loaded, hand_out
 from elastic_train.elastic.loading import load
-from elastic_train.errors import Refused, SnapshotError, SnapshotUnread, TaskMismatch
+from elastic_train.errors import (
+    Refused,
+    SnapshotDamaged,
+    SnapshotDenied,
+    SnapshotError,
+    SnapshotUnread,
+    TaskMismatch,
+)
 from elastic_train.rules import NAMES, disagreement, freshest
 from elastic_train.runlog.event_types import Source
 from elastic_train.storage.past_snapshots import PastSnapshots, require_none_written
@@ -33,7 +38,8 @@ from elastic_train.storage.run_record import (
     require_one_line,
     run_to_continue,
 )
-from elastic_train.storage.snapshot import SnapshotInfo, load_state
+from elastic_train.storage.snapshot import SnapshotInfo, load_state, twice
+from elastic_train.storage.store_urls import is_url
 from elastic_train.training.collectives import gather_json
 from elastic_train.training.data_identity import KIND_OF, ORDER_OF
 from elastic_train.training.state import TrainState
@@ -183,16 +189,17 @@ def _restore_newest(
     Raises:
         TaskMismatch, SnapshotError: as `restore`, for the newest snapshot.
     """
+    unread: list[str] = []  # why the newest one could not be read, of each that has tried
     while True:
         best = newest_offer(list(chain(*by_rank)))
         if best is None:
             return None
         have_it = [rank for rank, mine in enumerate(by_rank) if any(map(best.is_same, mine))]
-        found: dict[str, Any] = {}
-        if world.rank in have_it:
-            offer = next(offer for offer in offers if best.is_same(Offer.of(offer)))
-            if world.rank == have_it[0] or isinstance(offer.path, Path):  # each reads from its own disk
-                found = _read(state, offer, task, warn)
+        # Each reads from its own disk. A bucket is read by one for all; if that fails, by the other nodes.
+        is_reader, is_apart = world.rank == have_it[0], not is_url(best.path)
+        is_reader = is_reader if not unread else not is_reader and world.is_first_of_node
+        offer = next((offer for offer in offers if best.is_same(Offer.of(offer))), None)
+        found = _read(state, offer, task, warn) if offer is not None and (is_reader or is_apart) else {}
         told = gather_json(found)
         for entry in told:
             if "mismatch" in entry:
@@ -201,14 +208,15 @@ def _restore_newest(
                 raise SnapshotError(entry["incompatible"])
         whole = [rank for rank, entry in enumerate(told) if "read" in entry]
         if not whole:
-            by_rank = [[offer for offer in mine if not best.is_same(offer)] for mine in by_rank]
+            is_last = is_apart or bool(unread)
+            unread += [entry["unread"] for entry in told if "unread" in entry]
+            if is_last or unread == [SnapshotDamaged.word]:
+                _require_skipped(unread)
+                unread = []
+                by_rank = [[offer for offer in mine if not best.is_same(offer)] for mine in by_rank]
             continue
-        if world.rank == 0 and (other := parted(chain(*by_rank), best.restarts)) is not None:
-            warn(
-                f"host {other.host} has a snapshot of step {other.step} of this run, {other.path}, and host "
-                f"{best.host} one of step {best.step}: the one was begun again without what the other had trained. "
-                f"The run goes on from step {best.step}"
-            )
+        if world.rank == 0:
+            _warn_of_parted(best, chain(*by_rank), warn)
         state.superseded = tuple(sorted({*state.superseded, *superseded}))
         settings = [entry.get("settings") for entry in told]  # of this start; those of the sending rank count
         without = [r for r, one in enumerate(settings) if r != whole[0] and (one is None or one != settings[whole[0]])]
@@ -219,34 +227,47 @@ def _restore_newest(
         return whole[0]
 
 
+def _require_skipped(unread: Collection[str]) -> None:
+    """Raise SnapshotError if a snapshot that nobody has read may be whole: an older one has fewer steps."""
+    failed = [why for why in unread if why not in (SnapshotDamaged.word, SnapshotDenied.word)]
+    if failed and SnapshotDamaged.word not in unread:
+        raise SnapshotError(failed[0])
+
+
+def _warn_of_parted(best: Offer, offers: Iterable[Offer], warn: Warn) -> None:
+    if (other := parted(offers, best.restarts)) is not None:
+        warn(
+            f"host {other.host} has a snapshot of step {other.step} of this run, {other.path}, and host {best.host} "
+            f"one of step {best.step}: the one was begun again without what the other had trained. The run goes on "
+            f"from step {best.step}"
+        )
+
+
 def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn: Warn) -> dict[str, Any]:
     """Load a snapshot into `state`. Returns `read`, the clock in it, and a hash of the optimizer's `settings`; None for
     that hash if an extra is not in the snapshot and may begin with other values on each rank. Where the job cannot go
-    on, returns the reason: `mismatch`, or `incompatible`, which leaves `state` unusable. Returns nothing where the file
-    is damaged."""
+    on, returns the reason: `mismatch`, or `incompatible`, which leaves `state` unusable. Else `unread`: the word of a
+    snapshot to be skipped, or why this worker cannot read it."""
     source = f"snapshot {offer.path}"
     try:
         require_same_task(offer, task)
-        loaded = _loaded(offer)
-        load(state, loaded, source)
+        loaded = twice(lambda: load_state(offer))
     except TaskMismatch as error:
         return {"mismatch": str(error)}
     except SnapshotUnread as error:
         warn(error.warning)
-        return {}
+        return {"unread": error.word}
+    except SnapshotError as error:
+        warn(f"{SnapshotDenied.word}: {error}")
+        return {"unread": str(error)}
+    try:
+        load(state, loaded, source)
     except SnapshotError as error:
         return {"incompatible": str(error)}
     _compare_extras(state, loaded, source, warn)
     _compare_names(state, offer.task.get(NAMES), task.get(NAMES), source, warn)
     has_all = state.extras.keys() <= loaded.get("extras", {}).keys()
     return {"read": loaded["run"]["clock"], "settings": settings_hash(state) if has_all else None}
-
-
-def _loaded(offer: SnapshotInfo) -> dict[str, Any]:
-    """Read a snapshot, twice if need be: a file server may fail for a moment, and an older one has fewer steps."""
-    with suppress(SnapshotUnread):  # it is gone when the second read begins: its frames hold what the first has read
-        return load_state(offer)
-    return load_state(offer)
 
 
 def sync_from_freshest(

@@ -25,8 +25,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar
 
 from elastic_train.branches import Branches, branches_of
 from elastic_train.errors import SnapshotDamaged, SnapshotError, SnapshotUnread, cause_of, first_line
@@ -50,6 +51,7 @@ SNAPSHOT_NAME = re.compile(r"step-\d{12,}-gen-\d{4,}-(?P<host>.+)")
 
 SnapshotFolder: TypeAlias = "Path | Bucket"
 SnapshotPlace: TypeAlias = "Path | BucketSnapshot"
+Value = TypeVar("Value")
 
 
 def name_of(step: int, generation: int, host: str) -> str:
@@ -232,13 +234,21 @@ def find_snapshots(
     if not isinstance(directory, Path):
         return newest_first(directory.find(warn=warn, key=key))
     found = []
-    for path in snapshot_paths(directory):
+    for path in twice(lambda: snapshot_paths(directory), SnapshotError):
         try:
-            found.append(read_info(path, key))
+            found.append(twice(partial(read_info, path, key)))
         except SnapshotDamaged as error:
-            if path.exists():  # else its writer has pruned it meanwhile
+            if is_there(path):  # else its writer has pruned it meanwhile
                 warn(error.warning)
     return newest_first(found)
+
+
+def twice(read: Callable[[], Value], failure: type[SnapshotError] = SnapshotUnread) -> Value:
+    """Read, and a second time if that fails: a file server may fail for a moment, and an older snapshot has fewer
+    steps."""
+    with contextlib.suppress(failure):  # it is gone when the second read begins: its frames hold what was read
+        return read()
+    return read()
 
 
 def require_same_run(manifest: bytes, path: SnapshotPlace, run_uid: str) -> None:
@@ -349,7 +359,7 @@ def first_whole(
     """
     for info in infos:
         try:
-            return info, load_state(info, map_location)
+            return info, twice(partial(load_state, info, map_location))
         except SnapshotUnread as error:
             warn(error.warning)
     return None
@@ -357,7 +367,11 @@ def first_whole(
 
 def is_there(path: SnapshotPlace) -> bool:
     """Whether a snapshot that could not be read still exists, or was pruned meanwhile. Below a URL one request."""
-    return path.exists() if isinstance(path, Path) else MANIFEST_FILE in path.files()
+    if not isinstance(path, Path):
+        return MANIFEST_FILE in path.files()
+    with contextlib.suppress(OSError):
+        return path.exists()
+    return True  # the disk does not tell
 
 
 def is_snapshot(path: SnapshotPlace | SnapshotFolder) -> TypeGuard[SnapshotPlace]:

@@ -110,7 +110,7 @@ def test_what_was_read_of_a_snapshot_is_gone_before_it_is_read_again(monkeypatch
 
     monkeypatch.setattr(restore, "load_state", load_state)
     offer: Any = SimpleNamespace(path=Path("a"), task={})
-    assert restore._read(make_state(), offer, {}, lambda _: None) == {}
+    assert restore._read(make_state(), offer, {}, lambda _: None) == {"unread": "damaged"}
     assert len(held) == 2
 
 

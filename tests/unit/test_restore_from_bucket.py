@@ -5,6 +5,7 @@ Where nothing is there, both begin from scratch; of parted snapshots on disks of
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,7 +86,7 @@ def restore_at_start(
 
 def bring(state: TrainState, rank: int, offers: list[SnapshotInfo], warnings: list[str]) -> Restored:
     """The members to one state."""
-    world: Any = SimpleNamespace(rank=rank, world_size=WORLD_SIZE, num_nodes=2)
+    world: Any = SimpleNamespace(rank=rank, world_size=WORLD_SIZE, num_nodes=2, is_first_of_node=True)
     return restore_at_start(state, world, offers, warnings.append)
 
 
@@ -107,6 +108,10 @@ def work(rank: int, folder: Path, out: Path) -> None:
     parted, told = make_state(seed=rank + 20), []
     bring(parted, rank, find_snapshots(out / f"disk-{rank}", warn=lambda _: None), told)
     parts = [key for key in read if "state.pt." in key]
+    full, without_room = make_state(seed=rank + 30), list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(out / "not there") if rank == 0 else None)
+        from_other = bring(full, rank, offers, without_room)
     found = {
         "source": restored.source,
         "step": restored.step,
@@ -117,6 +122,7 @@ def work(rank: int, folder: Path, out: Path) -> None:
         "scratch": scratch.source,
         "parted": [parted.step, parted.restarts, state_sha256(parted.model.state_dict())],
         "told": told,
+        "full": [from_other.step, from_other.from_rank, state_sha256(full.model.state_dict())],
         "startup": new.clock.totals()["startup"],
         "wall": sum(new.clock.totals().values()),
         "paid": new.clock.node_seconds()[0],
@@ -151,6 +157,12 @@ def test_one_reads_for_both(found: list[dict[str, Any]]) -> None:
     assert found[1]["parts"] == []
     assert len(found[0]["warnings"]) == 1
     assert "is damaged" in found[0]["warnings"][0]
+
+
+def test_another_node_reads_where_the_first_one_has_no_room(found: list[dict[str, Any]]) -> None:
+    """For the temporary file. It finds the newest one damaged, too."""
+    expected = state_sha256(make_state(seed=1).model.state_dict())
+    assert [one["full"] for one in found] == [[1, 1, expected]] * WORLD_SIZE
 
 
 def test_of_parted_snapshots_the_furthest_is_restored(found: list[dict[str, Any]]) -> None:

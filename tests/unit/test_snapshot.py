@@ -424,6 +424,58 @@ def test_a_snapshot_that_is_pruned_while_it_is_read(tmp_path: Path, monkeypatch:
         verify(info)
 
 
+@pytest.mark.parametrize("what", ["listdir", "manifest.json", "state.pt", "state"])
+def test_one_that_cannot_be_read_for_a_moment_is_the_newest_still(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server fails once. An older one has fewer steps, and what was trained since would be done again."""
+    for step in (1, 2):
+        save(make_writer(tmp_path), step)
+    store, failures = elastic_train.SnapshotStore(tmp_path), list[str]()
+
+    def fail_once(owner: Any, name: str, function: Callable[..., Any]) -> None:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if not failures and (what == name or "step-000000000002" in str(arguments[0])):
+                failures.append(what)
+                raise OSError(errno.EIO, "Input/output error")
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    if what == "listdir":
+        fail_once(os, "listdir", os.listdir)
+    elif what == "manifest.json":
+        fail_once(Path, "read_bytes", Path.read_bytes)
+    elif what == "state.pt":
+        fail_once(Path, "stat", Path.stat)
+    else:
+        fail_once(hashlib, "file_digest", hashlib.file_digest)
+    found = store.load_newest()
+    assert failures == [what]
+    assert found is not None
+    assert found[0].step == 2
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_one_that_the_disk_does_not_return_is_skipped(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(make_writer(tmp_path), step)
+    stat = os.stat
+
+    def fail(path: Any, *arguments: Any, **options: Any) -> Any:
+        if "step-000000000002" in str(path):
+            raise OSError(code, os.strerror(code))
+        return stat(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", fail)
+    told: list[str] = []
+    assert [info.step for info in find_snapshots(tmp_path, warn=told.append)] == [1]
+    assert len(told) == 1
+    assert os.strerror(code) in told[0]
+
+
 # --- pruning ----------------------------------------------------------------------------------------------------
 
 
