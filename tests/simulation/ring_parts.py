@@ -290,11 +290,10 @@ class SimParts:
         pass
 
     def run(self, world: World, _steps: Any, _begin: Any) -> Outcome:
-        while not self._state.is_finished:
+        while True:
             outcome = self._step(world)
             if outcome is not None:
                 return outcome
-        return Outcome.FINISHED
 
     def _step(self, world: World) -> Outcome | None:
         worker, state, simulation, watcher = self._worker, self._state, self._simulation, self._watcher
@@ -315,6 +314,8 @@ class SimParts:
         watcher.pace.note_step(process.clock() - self.step_started)
         told_to_stop, leaving, joining, _ = (sum(each) for each in zip(*votes, strict=True))
         self._membership.joins.follow_vote(world, joining)
+        if state.is_finished:
+            return Outcome.FINISHED  # any other request came too late (WorldEnd.call_off)
         if told_to_stop == world.world_size:
             return Outcome.STOPPED
         if joining == NOW:
