@@ -214,7 +214,7 @@ def export_snapshot(arguments: argparse.Namespace) -> int:
     print(f"{len(weights)} tensors of step {info.step}{rated}: {output.absolute()}")
     best = state.get("run", {}).get("ratings", {}).get("best")
     if arguments.best and best and best[0] != info.step:
-        print(f"the best so far was {best[1]:.6g}, of step {best[0]}: no snapshot of it is kept (--keep-best)")
+        print(f"the best so far was {best[1]:.6g}, of step {best[0]}: no snapshot of it is here (--keep-best)")
     if not arguments.averaged and averaged is not None:
         print("these are the weights that are trained; --averaged gives those of the average `ema`")
     return 0

@@ -214,7 +214,7 @@ class TestSnapshotExport:
         state = {"model": MODEL, "run": {"ratings": {"best": [35, 9.5], "newest": [40, 1.5]}}}
         writer.save(state, step=40, epoch=0, samples_done=0, generation=0, world_size=1, metric=1.5)
         assert cli.main(["snapshot", "export", str(run_dir), "--output", str(run_dir / "weights"), "--best"]) == 0
-        told = "the best so far was 9.5, of step 35: no snapshot of it is kept (--keep-best)"
+        told = "the best so far was 9.5, of step 35: no snapshot of it is here (--keep-best)"
         assert capsys.readouterr().out.splitlines()[1:] == [told]
 
 
