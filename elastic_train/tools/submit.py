@@ -15,7 +15,7 @@ from pathlib import Path
 from elastic_train.config import check_number, check_task_stands_alone, parse, task_of
 from elastic_train.errors import ElasticTrainError, UsageError
 from elastic_train.rendezvous.etcd_settings import parse_endpoints, require_known
-from elastic_train.tools.drills.program import read_program
+from elastic_train.tools.program import read_program
 
 SCRIPTS = Path(__file__).parent / "data"
 """the scripts of deploy/slurm, so that they come with an installation too"""

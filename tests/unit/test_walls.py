@@ -44,7 +44,7 @@ FLOORS = (
     {"training", "protocol", "storage"},
     {"rendezvous", "observe", "notices"},
     {"elastic"},
-    {"tools.audit", "tools.check"},
+    {"tools.audit", "tools.check", "tools.program"},
     {"tools.drills"},
     {"tools.bench"},
     {"tools.submit"},

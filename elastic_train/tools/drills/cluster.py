@@ -26,8 +26,8 @@ from elastic_train.tools.drills.nodes import (
     processes_with,
     wait_until,
 )
-from elastic_train.tools.drills.program import BUNDLED_PROGRAM, DrilledProgram
 from elastic_train.tools.drills.watch import RunWatch
+from elastic_train.tools.program import BUNDLED_PROGRAM, LaunchedProgram
 
 LOOK_SECONDS = 0.3
 """between two searches for the nodes' workers, which read all processes of the machine"""
@@ -80,7 +80,7 @@ class Cluster:
         num_workers: int = 1,
         network: Network | None = None,
         backend: C10d | Etcd3 | None = None,
-        program: DrilledProgram = BUNDLED_PROGRAM,
+        program: LaunchedProgram = BUNDLED_PROGRAM,
         hears_notices: bool = False,
     ) -> None:
         """`flags` are the worker's; `num_workers` is per node; the default backend is c10d. `hears_notices`: nodes take

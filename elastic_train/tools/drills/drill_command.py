@@ -15,7 +15,6 @@ from elastic_train.tools.drills.backends import C10d, Etcd3
 from elastic_train.tools.drills.catalogue import FAULTS
 from elastic_train.tools.drills.jobs import BUNDLED_TASK, JOBS, PACED, DrillJob
 from elastic_train.tools.drills.network import Network
-from elastic_train.tools.drills.program import DrilledProgram, read_program
 from elastic_train.tools.drills.schedule import (
     DEFAULT_FAULTS,
     Planned,
@@ -25,6 +24,7 @@ from elastic_train.tools.drills.schedule import (
     read_scenario,
 )
 from elastic_train.tools.drills.trace import AvailabilityTrace, read_trace
+from elastic_train.tools.program import LaunchedProgram, read_program
 from elastic_train.training.own_flags import own_flags
 from elastic_train.wording import aligned
 
@@ -199,7 +199,7 @@ def _why_not(name: str, backend: str, has_network: bool) -> str | None:
     return None if (why_not := kind.why_not()) is None else f"not on this machine: {why_not}"
 
 
-def default_flags(program: DrilledProgram, last_step: int | None, job: DrillJob) -> list[str]:
+def default_flags(program: LaunchedProgram, last_step: int | None, job: DrillJob) -> list[str]:
     """The default flags of the program on the nodes; the user's flags come after them and win."""
     common = ["--ledger", "--no-progress", "--peer-timeout", "5", "--snapshot-every", str(job.snapshot_every)]
     if not program.is_bundled:

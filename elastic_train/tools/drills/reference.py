@@ -15,8 +15,8 @@ from elastic_train.errors import ElasticTrainError
 from elastic_train.runlog.reader import read_json
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.drills.nodes import Node, clean_environment, dying_with_parent
-from elastic_train.tools.drills.program import BUNDLED_PROGRAM, DrilledProgram
 from elastic_train.tools.drills.watch import RunWatch
+from elastic_train.tools.program import BUNDLED_PROGRAM, LaunchedProgram
 
 REFERENCE_SECONDS = 3600.0
 LINE_SECONDS = 10.0
@@ -31,7 +31,7 @@ def undisturbed(
     flags: Sequence[str],
     *,
     cwd: Path,
-    program: DrilledProgram = BUNDLED_PROGRAM,
+    program: LaunchedProgram = BUNDLED_PROGRAM,
     log: Callable[[str], None] = print,
     last_step: int | None = None,
 ) -> dict[str, Any]:

@@ -15,7 +15,7 @@ FORCED = "ELASTIC_TRAIN"
 
 
 @dataclass(frozen=True)
-class DrilledProgram:
+class LaunchedProgram:
     """A program as torchrun takes it."""
 
     words: tuple[str, ...] = ("-m", "elastic_train")
@@ -31,10 +31,10 @@ class DrilledProgram:
         return {FORCED: "1"} if os.environ.get(FORCED) == "1" else {}
 
 
-BUNDLED_PROGRAM = DrilledProgram()
+BUNDLED_PROGRAM = LaunchedProgram()
 
 
-def read_program(given: Sequence[str], environ: Mapping[str, str]) -> tuple[DrilledProgram, list[str]]:
+def read_program(given: Sequence[str], environ: Mapping[str, str]) -> tuple[LaunchedProgram, list[str]]:
     """Split the words after `--` into a program, if they begin with one as torchrun takes it, and its flags.
 
     Raises:
@@ -45,13 +45,13 @@ def read_program(given: Sequence[str], environ: Mapping[str, str]) -> tuple[Dril
     length = 2 if given[0].startswith("-") else 1
     if len(given) < length:
         raise UsageError(f"{given[0]}: name the module that torchrun is to run")
-    program, flags = DrilledProgram(("-m", given[1]) if length == 2 else (given[0],)), list(given[length:])
+    program, flags = LaunchedProgram(("-m", given[1]) if length == 2 else (given[0],)), list(given[length:])
     if not program.is_bundled:
         _require_ours(program, environ)
     return program, flags
 
 
-def _require_ours(program: DrilledProgram, environ: Mapping[str, str]) -> None:
+def _require_ours(program: LaunchedProgram, environ: Mapping[str, str]) -> None:
     name = program.words[-1]
     if len(program.words) == 1 and not Path(name).is_file():
         raise UsageError(f"{name}: there is no such script in {Path.cwd()} (flags of the worker begin with --)")
