@@ -127,7 +127,7 @@ class Exits:
         self._files.leave_bucket(world)
         barrier()  # else an agent may end a node whose directory leader is still writing
         watcher.leave()
-        self._membership.joins.announce_leaving("stopped")  # newcomers continue from the snapshot
+        self._membership.joins.announce_leaving()  # newcomers continue from the snapshot
         self._membership.barriers.end_together(world)
         return self._report_stopped(save_seconds)
 
@@ -150,7 +150,7 @@ class Exits:
         worker = self._worker
         worker.stop.settle()
         try:
-            self._membership.leave(world, "stopped")
+            self._membership.leave(world)
         except StoreUnreachable as error:  # the other members will lose it as a peer
             worker.reporter.warn(f"{error}; this worker leaves without a notice to the others")
         with suppress(OwnershipLost):  # the other members may be a generation further
@@ -175,7 +175,7 @@ class Exits:
         self._files.leave_bucket_alone(world)
         code = self._report_stopped(time.monotonic() - started)
         with suppress(StoreUnreachable):  # the other members will lose it as a peer
-            self._membership.leave(world, "stopped late")
+            self._membership.leave(world, is_by_vote=False)
         _let_first_save(world, stop, None)
         return code
 
@@ -361,7 +361,7 @@ def _let_first_save(world: World, stop: StopSignal, unnotified: Membership | Non
         return
     if unnotified is not None:
         with suppress(StoreUnreachable):
-            unnotified.leave(world, "stopped")
+            unnotified.leave(world)
     is_open = stop.notice is not None and stop.notice.deadline is None  # and no agent was told, so no SIGKILL follows
     left = None if is_open else stop.seconds_left()
     _stay_for_first(world, SAVE_SECONDS if left is None else min(SAVE_SECONDS, left))

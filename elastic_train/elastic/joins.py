@@ -361,13 +361,13 @@ class Joins:
             return None
         return preparation.plan
 
-    def announce_leaving(self, reason: str) -> None:
+    def announce_leaving(self) -> None:
         """Tell the prepared world that this worker leaves, as it may be decided with this worker in it. If no store
         answers, that world will lose this worker as a peer."""
         preparation = self._preparation
         if preparation is not None and preparation.world is not None:
             with suppress(StoreUnreachable):
-                self._job.announcements.announce(preparation.world, f"left/{preparation.world.rank}", reason)
+                self._job.announcements.announce_leaving(preparation.world)
 
     def take_formed(self, world: World) -> FormedGroup | None:
         """Return the process group of `world` if it was formed ahead. The caller owns it from now on."""

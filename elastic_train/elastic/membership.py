@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch.distributed import PrefixStore, Store
@@ -216,7 +217,7 @@ class Membership:
         )  # fmt: skip
         self.survivors = Survivors(
             job, watcher, limits, surroundings, newcomers=self.joins.newcomers, check=check, log=log,
-            require_no_better=self.side.require_no_better, leave=self.leave,
+            require_no_better=self.side.require_no_better, leave=partial(self.leave, is_by_vote=False),
         )  # fmt: skip
         self.barriers = Barriers(job, watcher, limits, surroundings, check)
 
@@ -353,12 +354,12 @@ class Membership:
             self.has_settled = True
         return self.joins.vote()
 
-    def leave(self, world: World, reason: str) -> None:
+    def leave(self, world: World, *, is_by_vote: bool = True) -> None:
         """Tell the other members that this worker leaves on purpose, so that they neither wait for it nor probe it."""
-        self.job.announcements.announce(world, f"left/{world.rank}", reason)
-        self.joins.announce_leaving(reason)
+        self.job.announcements.announce_leaving(world)
+        self.joins.announce_leaving()
         if not world.is_spare:  # no step needs a spare
-            self.watcher.announce_broken(is_by_vote=reason == "stopped")
+            self.watcher.announce_broken(is_by_vote=is_by_vote)
 
     def tend(self, world: World | None) -> None:
         """Do background tasks, on the watcher thread."""

@@ -115,7 +115,7 @@ class Survivors:
         newcomers: those that the next world admits, where no plan was prepared for them.
         check: raises Stopped where this worker was told to stop.
         require_no_better: raises Superseded where another side has precedence over this one.
-        leave: `Membership.leave`.
+        leave: `Membership.leave`, of a worker that no vote has ended.
         log: prints a line for the user of this node: what is being waited for.
     """
 
@@ -129,7 +129,7 @@ class Survivors:
         newcomers: Callable[[World], tuple[Member, ...]],
         check: Callable[[], None],
         require_no_better: Callable[[], None],
-        leave: Callable[[World, str], None],
+        leave: Callable[[World], None],
         log: Callable[[str], None],
     ) -> None:
         self._job, self._watcher, self._limits, self._around = job, watcher, limits, around
@@ -161,7 +161,7 @@ class Survivors:
             if json.loads(first)[0] != node:  # two workers of one node are one witness: its disk may be broken
                 self._announce_fatal(world, f"step {step} fails on every member that tries it: {text}")
                 return Failure.JOB
-            self._leave(world, "error")  # so that the other members do not wait for this worker
+            self._leave(world)  # so that the other members do not wait for this worker
         return Failure.OWN
 
     def why_left(self, world: World, decision: Decision, progress: tuple[Branches, int] | None) -> str | None:

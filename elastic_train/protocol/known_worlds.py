@@ -26,6 +26,8 @@ KEPT_DECISIONS = 16
 """worlds before the settled one whose successors a member keeps; of older ones it knows only that they are over"""
 FORGOTTEN = "forgotten"
 """key in a member's own store: the newest generation whose successor it has deleted, and the settled generation"""
+LEFT = "left"
+"""below a world's key: its ranks that leave on purpose"""
 RELEASED = "released"
 """key in a member's own store: the number of releases written there, so that a look costs one read if there is none"""
 DELETED_AT_ONCE = 100
@@ -266,6 +268,11 @@ class Newcomers:
         return missed
 
 
+def announced_key(name: str) -> str:
+    """Return the key of what was announced to all members under a name."""
+    return f"job/{name}"
+
+
 class Announcements:
     """The messages that members of a world write to, and read from, the stores of other members; for the training
     thread. What a member writes or reads in its own store needs no help from here.
@@ -289,17 +296,14 @@ class Announcements:
         return {rank: text for rank, text in self._clients.ask_each(world, ranks, ask).items() if text is not None}
 
     def announce(self, world: World, name: str, text: str) -> None:
-        """Send a text to every member of `world` that can be reached; the first text under a name counts.
+        """Send a text of the job to every member of `world` that can be reached; the first text under a name counts."""
+        self._send(world, lambda store: store.create(announced_key(name), text))
 
-        `left/RANK` belongs to this world alone, all other names to the job.
-        """
+    def announce_leaving(self, world: World) -> None:
+        """Tell every member of `world` that can be reached that this one leaves on purpose."""
+        self._send(world, lambda store: append(store, f"{world.key}/{LEFT}", str(world.rank)))
 
-        def write(store: KeyValueStore) -> None:
-            if name.startswith("left/"):
-                append(store, f"{world.key}/left", name.removeprefix("left/"))
-            else:
-                store.create(f"job/{name}", text)
-
+    def _send(self, world: World, write: Callable[[KeyValueStore], object]) -> None:
         self._clients.ask_each(world, range(len(world.members)), write)
 
     def announce_ready(self, world: World) -> None:

@@ -26,7 +26,7 @@ from elastic_train.protocol.branch_off import BranchOff
 from elastic_train.protocol.finder import Finder, Size
 from elastic_train.protocol.join_queue import Entrance, Waiting, stores_by_node
 from elastic_train.protocol.known_job import MOST_KNOWN, Probes
-from elastic_train.protocol.known_worlds import Admitted, Announcements, KnownWorlds, Newcomers
+from elastic_train.protocol.known_worlds import LEFT, Admitted, Announcements, KnownWorlds, Newcomers, announced_key
 from elastic_train.protocol.probes import probe_all
 from elastic_train.protocol.store import NUM_PROPOSERS, Answer, Clients, KeyValueStore, OwnStore, entries
 from elastic_train.world import Address, Member, World
@@ -278,11 +278,11 @@ class PeerJob:
 
     def heard(self, name: str) -> str | None:
         """Return what was announced to this member under a name."""
-        return self._own.get(f"job/{name}")
+        return self._own.get(announced_key(name))
 
     def left(self, world: World) -> frozenset[int]:
-        """Return the ranks that have announced that they leave on purpose (`left/RANK`)."""
-        return frozenset(map(int, entries(self._own, f"{world.key}/left")))
+        """Return the ranks that have announced that they leave on purpose."""
+        return frozenset(map(int, entries(self._own, f"{world.key}/{LEFT}")))
 
     def decided(self, world: World, asked: Sequence[int]) -> str | Denied | None:
         """As `Ballots.decided`."""

@@ -139,7 +139,7 @@ def test_the_others_lose_one_that_dies(members: Members, form: Form, rank: int) 
 def test_one_that_leaves_is_not_lost(members: Members) -> None:
     worlds = begin(members)
     leaving = worlds.pop(1)
-    members.of[leaving.me.pid].leave(leaving, "stopped")
+    members.of[leaving.me.pid].leave(leaving)
     for world, change in members.next_worlds(worlds, is_by_vote=True):
         assert world.world_size == 2
         assert [one.uid for one in change.left] == [leaving.me.uid]

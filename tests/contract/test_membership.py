@@ -25,9 +25,10 @@ from elastic_train.protocol import known_worlds
 from elastic_train.protocol.agreement import Agreement, Decision, Denied, LeftBehind, Liveness, Presence, Wait
 from elastic_train.protocol.finder import Size
 from elastic_train.protocol.join_queue import Waiting
-from elastic_train.protocol.known_worlds import Admitted
+from elastic_train.protocol.known_worlds import LEFT, Admitted
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.protocol.plan import Plan, Preparation, mark
+from elastic_train.protocol.store import append
 from elastic_train.rules import ITEMS
 from elastic_train.world import Member, World, to_json
 from tests.contract.forms import FORMS, MIN_NODES, PATIENCE, PEER_TIMEOUT, Form, PeersInMemory, eventually, member
@@ -261,7 +262,7 @@ def test_whoever_was_suspended_waits_for_those_who_could_not_reach_it(form: Form
 
 def test_who_leaves_is_not_lost(form: Form) -> None:
     jobs, worlds = begin(form)
-    jobs[1].announcements.announce(worlds[1], "left/1", "stopped")
+    jobs[1].announcements.announce_leaving(worlds[1])
     decision = agree(form, jobs, worlds, [0, 2])
     assert (decision.ranks, decision.left, decision.lost) == ((0, 2), (1,), ())
 
@@ -348,7 +349,7 @@ def test_a_member_keeps_little_of_the_worlds_that_are_over(name: str, request: p
     for number in range(24):
         for rank, (job, world) in enumerate(zip(jobs, worlds, strict=True)):
             job.announcements.announce_ready(world)
-            job.announcements.announce(world, f"left/{9 + rank}", "as if")
+            append(job._own, f"{world.key}/{LEFT}", str(9 + rank))
             for prefix in ("group", "ahead", "formed"):  # of gloo, and of a plan
                 job._own.put(f"{prefix}/{world.key}/{rank}", "x")
             job._own.put(f"queue/{job._own.add('queue/count', 1)}", Waiting(member(50 + number, ("h", 1)), 1).to_json())

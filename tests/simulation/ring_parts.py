@@ -129,12 +129,12 @@ class SimParts:
 
     def leave(self, world: World) -> int:
         with suppress(StoreUnreachable):  # then the others lose it as a peer
-            self._membership.leave(world, "stopped")
+            self._membership.leave(world)
         return self._end("left")
 
     def stop(self, world: World) -> int:
         self._watcher.leave()
-        self._membership.joins.announce_leaving("stopped")
+        self._membership.joins.announce_leaving()
         self._membership.barriers.end_together(world)
         return self._end("left")
 

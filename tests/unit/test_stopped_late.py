@@ -94,7 +94,7 @@ class Life:
         )
 
     def part(self, name: str) -> Any:
-        def call(*_arguments: Any) -> None:
+        def call(*_arguments: Any, **_options: Any) -> None:
             self.calls.append(name)
             if name in self._raises:
                 raise self._raises[name]
