@@ -18,6 +18,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, overload
@@ -137,8 +138,9 @@ def run(
     if "RANK" in os.environ:
         die_with_agent()
     try:
-        worker = _build_worker(train, model, optimizer, dataset, config, collate, extras, stop)
-        code = run_worker(worker, Program(train))
+        with ExitStack() as ends:
+            worker = _build_worker(train, model, optimizer, dataset, config, collate, extras, stop, ends)
+            code = run_worker(worker, Program(train))
     except ElasticTrainError as error:
         _exit(error, is_debug=isinstance(config, Config) and config.debug)
     except BaseException:
@@ -160,8 +162,10 @@ def _build_worker(
     collate: Callable[[list[Any]], Any],
     extras: Mapping[str, Stateful] | None,
     stop: StopSignal,
+    ends: ExitStack,
 ) -> Worker:
-    """Build the worker from the arguments of `run`, as `build`. Raises: ElasticTrainError."""
+    """Build the worker from the arguments of `run`, as `build`; `ends` gives its optimizers back. Raises:
+    ElasticTrainError."""
     _check_kinds(train, model, optimizer, config, collate)
     _check_config(config)
     config.check()
@@ -179,14 +183,11 @@ def _build_worker(
         micro_batch_size=config.micro_batch_size,
         extras=_with_average(extras or {}, model, config.ema_decay),
     )
+    ends.callback(state.kept.updates.leave_to_owner)  # the caller of run() may live on
     state.plan |= {name: value for name, value in own_values(config).items() if isinstance(value, PLAIN_TYPES)}
-    try:
-        launch = Launch.from_environment(os.environ, config.store_endpoint)
-        _require_untrained(Path(config.run_dir or default_run_dir(launch.run_id)), config)
-        return build(config, launch, stop, Parts(task, state, device))
-    except BaseException:
-        state.kept.updates.leave_to_owner()  # the caller may live on
-        raise
+    launch = Launch.from_environment(os.environ, config.store_endpoint)
+    _require_untrained(Path(config.run_dir or default_run_dir(launch.run_id)), config)
+    return build(config, launch, stop, Parts(task, state, device))
 
 
 _trained: set[Path] = set()

@@ -94,7 +94,6 @@ def run_worker(worker: Worker, program: Program) -> int:
         reporter.failed(error)
         raise
     finally:
-        worker.state.kept.updates.leave_to_owner()  # the caller of run() may live on, without us and the bucket
         ends.close()
         if noticed is not None:
             noticed.close()

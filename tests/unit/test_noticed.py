@@ -42,11 +42,9 @@ def make_worker(run_dir: Path, **launch: Any) -> Any:
     """The first of two of a node."""
     events = SimpleNamespace(is_noticed=False, write=lambda *_, **__: None)
     said = SimpleNamespace(log=print, warn=print, events=events)
-    updates = SimpleNamespace(leave_to_owner=lambda: None)
     return SimpleNamespace(
         launch=Launch(local_world_size=2, **launch), host="n1", bucket="s3://b/run", stop=StopSignal(), reporter=said,
         directory=SimpleNamespace(path=run_dir), config=SimpleNamespace(notices="off", min_nodes=None),
-        state=SimpleNamespace(kept=SimpleNamespace(updates=updates)),
     )  # fmt: skip
 
 
