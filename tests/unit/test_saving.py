@@ -466,7 +466,7 @@ def test_what_a_node_saves_alone_does_not_wait_for_the_one_in_flight(
     given_up: list[int] = []
     monkeypatch.setattr(SnapshotWriter, "give_up", lambda _writer, _state, step: given_up.append(step))
     monkeypatch.setattr(StopSignal, "seconds_left", lambda _stop: left)
-    membership: Any = SimpleNamespace(leave=lambda *_: None)
+    membership: Any = SimpleNamespace(leave=lambda *_, **__: None)
     leaving = Exits(worker, membership, saver, SimpleNamespace(step_started=0.0), saver._files)  # type: ignore[arg-type]
     worker.stop._remember(signal.SIGTERM, None)
     assert getattr(leaving, how)(training.world) == 143

@@ -164,14 +164,13 @@ class EtcdCluster:
         status = json.loads(out)[0]["Status"]
         return int(status["header"]["member_id"]), int(status["leader"])
 
-    def ctl(self, *arguments: str, endpoint: str | None = None, user: str | None = None, timeout: float = 10.0) -> str:
+    def ctl(self, *arguments: str, endpoint: str | None = None, timeout: float = 10.0) -> str:
         """Run etcdctl and return its output. Blocks little longer than `timeout` seconds. Raises EtcdCallFailed."""
         command = [find_program("etcdctl"), "--endpoints", endpoint or self.endpoint, f"--command-timeout={timeout}s"]
-        command += [*self._ctl_flags, *(["--user", user] if user else [])]
         environment = os.environ | {"ETCDCTL_API": "3"}
         try:
             done = subprocess.run(
-                [*self._prefix, *command, *arguments],
+                [*self._prefix, *command, *self._ctl_flags, *arguments],
                 capture_output=True, text=True, timeout=timeout + 20, env=environment, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
