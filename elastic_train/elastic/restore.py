@@ -38,7 +38,7 @@ from elastic_train.storage.run_record import (
     require_one_line,
     run_to_continue,
 )
-from elastic_train.storage.snapshot import SnapshotInfo, load_state, twice
+from elastic_train.storage.snapshot import SnapshotInfo, load_state
 from elastic_train.storage.store_urls import is_url
 from elastic_train.training.collectives import gather_json
 from elastic_train.training.data_identity import KIND_OF, ORDER_OF
@@ -196,10 +196,10 @@ def _restore_newest(
             return None
         have_it = [rank for rank, mine in enumerate(by_rank) if any(map(best.is_same, mine))]
         # Each reads from its own disk. A bucket is read by one for all; if that fails, by the other nodes.
-        is_reader, is_apart = world.rank == have_it[0], not is_url(best.path)
-        is_reader = is_reader if not unread else not is_reader and world.is_first_of_node
+        is_first, is_apart = world.rank == have_it[0], not is_url(best.path)
+        is_reader = is_apart or (not is_first and world.is_first_of_node if unread else is_first)
         offer = next((offer for offer in offers if best.is_same(Offer.of(offer))), None)
-        found = _read(state, offer, task, warn) if offer is not None and (is_reader or is_apart) else {}
+        found = _read(state, offer, task, warn) if offer is not None and is_reader else {}
         told = gather_json(found)
         for entry in told:
             if "mismatch" in entry:
@@ -251,7 +251,7 @@ def _read(state: TrainState, offer: SnapshotInfo, task: Mapping[str, Any], warn:
     source = f"snapshot {offer.path}"
     try:
         require_same_task(offer, task)
-        loaded = twice(lambda: load_state(offer))
+        loaded = load_state(offer)
     except TaskMismatch as error:
         return {"mismatch": str(error)}
     except SnapshotUnread as error:

@@ -234,16 +234,16 @@ def find_snapshots(
     if not isinstance(directory, Path):
         return newest_first(directory.find(warn=warn, key=key))
     found = []
-    for path in twice(lambda: snapshot_paths(directory), SnapshotError):
+    for path in _twice(lambda: snapshot_paths(directory), SnapshotError):
         try:
-            found.append(twice(partial(read_info, path, key)))
+            found.append(_twice(partial(read_info, path, key)))
         except SnapshotDamaged as error:
             if is_there(path):  # else its writer has pruned it meanwhile
                 warn(error.warning)
     return newest_first(found)
 
 
-def twice(read: Callable[[], Value], failure: type[SnapshotError] = SnapshotUnread) -> Value:
+def _twice(read: Callable[[], Value], failure: type[SnapshotError] = SnapshotUnread) -> Value:
     """Read, and a second time if that fails: a file server may fail for a moment, and an older snapshot has fewer
     steps."""
     with contextlib.suppress(failure):  # it is gone when the second read begins: its frames hold what was read
@@ -304,9 +304,13 @@ def load_state(info: SnapshotInfo, map_location: str | torch.device | None = "cp
     """Verify the state file of a snapshot and load it, its tensors on `map_location`. It is in memory only once.
 
     Raises:
-        SnapshotDamaged: the file does not match the manifest, or cannot be read.
+        SnapshotDamaged: the file does not match the manifest, or cannot be read, twice in a row.
         SnapshotError: as `read_state`.
     """
+    return _twice(partial(_load_once, info, map_location))
+
+
+def _load_once(info: SnapshotInfo, map_location: str | torch.device | None) -> dict[str, Any]:
     with open_verified(info) as file:
         return read_state(file, map_location, source=f"snapshot {info.path}")
 
@@ -359,7 +363,7 @@ def first_whole(
     """
     for info in infos:
         try:
-            return info, twice(partial(load_state, info, map_location))
+            return info, load_state(info, map_location)
         except SnapshotUnread as error:
             warn(error.warning)
     return None

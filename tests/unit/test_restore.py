@@ -22,6 +22,7 @@ from elastic_train.elastic.world_report import describe_optimizer
 from elastic_train.errors import SnapshotDamaged, SnapshotError, TaskMismatch
 from elastic_train.rules import NAMES
 from elastic_train.runlog.goodput import Phase, PhaseClock
+from elastic_train.storage import snapshot
 from elastic_train.training.data_identity import KIND_OF, ORDER_OF, identify_state
 from elastic_train.training.state import TrainState
 from elastic_train.training.state_hash import settings_hash
@@ -87,12 +88,12 @@ def test_a_snapshot_that_cannot_be_read_for_a_moment_is_read_at_a_second_try(
     """Else the start would take an older one, and the steps since then would be done again."""
     before, told, left = make_state(), list[str](), [SnapshotDamaged("state.pt cannot be read: EIO")] * failures
 
-    def load_state(_offer: Any) -> dict[str, Any]:
+    def load_once(*_arguments: Any) -> dict[str, Any]:
         if left:
             raise left.pop()
         return before.state_dict()
 
-    monkeypatch.setattr(restore, "load_state", load_state)
+    monkeypatch.setattr(snapshot, "_load_once", load_once)
     offer: Any = SimpleNamespace(path=Path("a"), task={})
     assert ("read" in restore._read(make_state(), offer, {}, told.append)) == is_read
     assert told == ([] if is_read else ["damaged: state.pt cannot be read: EIO"])
@@ -102,13 +103,13 @@ def test_what_was_read_of_a_snapshot_is_gone_before_it_is_read_again(monkeypatch
     """Else a large state would be in memory twice."""
     held: list[weakref.ref[torch.Tensor]] = []
 
-    def load_state(_offer: Any) -> dict[str, Any]:
+    def load_once(*_arguments: Any) -> dict[str, Any]:
         assert [one() for one in held] == [None] * len(held)
         part = torch.zeros(1)
         held.append(weakref.ref(part))
         raise SnapshotDamaged("state.pt cannot be read: EIO")
 
-    monkeypatch.setattr(restore, "load_state", load_state)
+    monkeypatch.setattr(snapshot, "_load_once", load_once)
     offer: Any = SimpleNamespace(path=Path("a"), task={})
     assert restore._read(make_state(), offer, {}, lambda _: None) == {"unread": "damaged"}
     assert len(held) == 2
