@@ -153,8 +153,14 @@ class SnapshotWriter:
                 if not (flight.is_given_up() and isinstance(error, SnapshotError)):
                     self._outcomes.append(error)
 
-        self._thread = threading.Thread(target=write, name="snapshot-writer", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=write, name="snapshot-writer", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread is left below the host's or the container's limit
+            place = self._folder.snapshot(name_of(position["step"], position["generation"], self._host))
+            self._outcomes.append(SnapshotError(f"snapshot {place} not written: {error}; raise the limit of processes"))
+        else:
+            self._thread = thread
         return True
 
     def make_room(self, state: dict[str, Any]) -> list[str]:

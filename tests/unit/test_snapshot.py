@@ -786,6 +786,26 @@ def test_a_new_writer_leaves_the_one_in_flight_alone(tmp_path: Path) -> None:
 # --- in the background ------------------------------------------------------------------------------------------
 
 
+def test_no_thread_for_a_background_snapshot_is_no_end_of_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's limit of processes may be reached for a while: by loader processes, or by a neighbour."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    writer = make_writer(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert save_in_background(writer, {"a": 1}, 1)
+    (error,) = writer.collect()
+    assert "step-000000000001-gen-0000-node-a not written: can't start new thread" in str(error)
+    assert writer.wait(DEADLINE)
+    assert save_in_background(writer, {"a": 1}, 2)
+    assert writer.wait(DEADLINE)
+    assert isinstance(writer.collect()[0], SnapshotResult)
+
+
 def test_background_writes_the_state_of_the_moment_of_the_call(tmp_path: Path) -> None:
     proceed = threading.Event()
     writer = make_writer(tmp_path, before_rename=wait_for(proceed))
