@@ -50,7 +50,7 @@ class Surroundings:
     reach: Reach = lambda _point, _world: None
     """called at the points of an agreement and a join at which a drill may inject a fault, on any thread"""
     require_unfinished: Callable[[], None] = lambda: None
-    """raises JobFinished where the run is known to have ended; called now and then while no member is found"""
+    """raises JobFinished where the run is known to have ended; called now and then while too few members are found"""
 
 
 class Barriers:

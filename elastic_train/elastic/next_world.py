@@ -309,6 +309,8 @@ class Survivors:
             are_heard = heard.issuperset(found.votes)
             what = "can be heard, but do not answer," if are_heard else "cannot be reached"
             self.may_not_go_on(f"{names} {what} and may train on: waiting for contact")
+        else:
+            self._around.require_unfinished()  # the state is saved by now, and those others may have gone for good
         return Lacking(self._around.monotonic() if lacking is None else lacking.since, found.votes)
 
     def _names(self, world: World, uids: tuple[str, ...]) -> list[str]:

@@ -162,13 +162,13 @@ def _as_member(
 
 
 def require_unfinished(worker: Worker) -> None:
-    """For a node that finds no member of its job. Raises: JobFinished where the run directory has a result of this
-    worker's last step that is newer than this process. An older result proves nothing: the job may be about to begin
-    again."""
+    """For a node that finds no member of its job, or too few to go on. Raises: JobFinished where the run directory has
+    a result of this worker's last step that is newer than this process. An older result proves nothing: the job may be
+    about to begin again."""
     path, began_at = worker.directory.result_path, time.time() - seconds_since_process_start()
     with suppress(OSError):
         if path.stat().st_mtime > began_at and existing_result(path, worker.state.last_step) is not None:
-            raise JobFinished(f"the run was finished while this node started: {path}")
+            raise JobFinished(f"the run was finished without this node: {path}")
 
 
 def find_world(earlier: EarlierRun, worker: Worker, warning: str | None) -> World:

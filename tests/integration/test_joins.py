@@ -404,7 +404,7 @@ def test_a_node_that_comes_after_the_end_does_not_wait_for_a_job(cluster: Cluste
     path = cluster.run_dir / "result.json"
     os.utime(path)  # as if it had come meanwhile
     cluster.finish([late])
-    assert f"the run was finished while this node started: {path}; nothing left to do" in late.text()
+    assert f"the run was finished without this node: {path}; nothing left to do" in late.text()
     assert events(cluster.run_dir, "done")[-1]["outcome"] == "already_finished"
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from elastic_train.elastic.barriers import Surroundings
+from elastic_train.errors import JobFinished
 from elastic_train.protocol.neighbours import STANDARD, Topology
 from tests.simulation import directed, entrances
 from tests.simulation.faults import RING
@@ -142,6 +145,22 @@ def test_who_waits_for_silent_members_in_vain_gives_up_at_wait_timeout() -> None
     assert "h0/0/1, h1/0/2, h2/0/3 did not answer for 5 s (--wait-timeout), and without them" in failure
     [ended] = [float(note[:8]) for note in simulation.notes if "ends: error" in note]
     assert 8.0 < ended < 9.0, "silent for 2 s, and waited for"
+
+
+def test_who_waits_for_silent_members_ends_where_these_have_finished_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As their run directory shows. It has saved its state before it looks."""
+
+    def require_unfinished() -> None:
+        raise JobFinished("the run was finished without this node")
+
+    around = partial(Surroundings, require_unfinished=require_unfinished)
+    monkeypatch.setattr("tests.simulation.worker.Surroundings", around)
+    gone = tuple((1.0, "power_off", host) for host in range(3))
+    simulation = run(replace(directed.plan(4, *gone, recovers_at=0.0), recovers_at=None, seconds=15.0))
+    worker = simulation.workers[-1]
+    assert worker.waits_for_votes is not None, "this is what saves the state"
+    [ended] = [float(note[:8]) for note in simulation.notes if "ends: finished" in note]
+    assert 4.0 < ended < 6.0, "silent for 2 s, and looked again a second later"
 
 
 @pytest.mark.parametrize("seed", range(1, 5))
