@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import itertools
 import os
 import signal
@@ -42,6 +43,8 @@ Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"  # in quotes: it can
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Prints one line to stderr for expected errors, else a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a message may have a name that is no text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         parsed = make_parser().parse_args(arguments)
         command: Command = parsed.command

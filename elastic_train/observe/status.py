@@ -134,17 +134,17 @@ def read_status(run_dir: Path, now: float, is_alive: IsAlive | None = None) -> S
     try:
         names = set(os.listdir(run_dir))
         is_alive = is_alive or is_alive_in(run_dir)
-        workers = read_workers(run_dir / "events", now, is_alive)
+        workers, num_unread = read_workers(run_dir / "events", now, is_alive)
     except FileNotFoundError as error:
         raise missing(run_dir) from error
     except OSError as error:
         raise RunDirectoryError(f"{run_dir} cannot be read: {error.strerror}") from error
     if not workers and not names & {"drill", "snapshots", "result.json"}:  # a folder of snapshots has a claim, too
         raise RunDirectoryError(f"{run_dir} holds no run: there is no events/ in it")
-    return _status(run_dir, workers, now, is_alive)
+    return _status(run_dir, workers, num_unread, now, is_alive)
 
 
-def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsAlive) -> Status:
+def _status(run_dir: Path, workers: list[WorkerLines], num_unread: int, now: float, is_alive: IsAlive) -> Status:
     is_drill = (run_dir / "drill").is_dir()
     generation, current, newcomers = _newest_start(workers)
     state, notes = _state(run_dir, generation, current, newcomers, now, is_alive, is_drill=is_drill)
@@ -202,7 +202,7 @@ def _status(run_dir: Path, workers: list[WorkerLines], now: float, is_alive: IsA
         goodput_ratio=float_of(dict_of(current_result or {}, "goodput"), "ratio"),
         bill=dict_of(billed, "bill") or None,
         bill_step=int_of(billed, "step"),
-        notes=(*notes, *_unsaved(current), *_missing(world, result, current_result)),
+        notes=(*notes, *_unsaved(current), *_missing(world, result, current_result, num_unread)),
     )
 
 
@@ -212,7 +212,7 @@ def _unsaved(workers: list[WorkerLines]) -> Iterator[str]:
         yield f"the state of step {step}, the last one, could not be saved: a warning says why"
 
 
-def _missing(world: list[Line], result: Line | None, current_result: Line | None) -> Iterator[str]:
+def _missing(world: list[Line], result: Line | None, current_result: Line | None, num_unread: int) -> Iterator[str]:
     if world and not any(int_of(line, "rank") == 0 for line in world):
         yield (
             "rank 0 writes its events elsewhere: what it alone knows (steps, loss) is missing here; give its run "
@@ -220,6 +220,9 @@ def _missing(world: list[Line], result: Line | None, current_result: Line | None
         )
     if result is not None and current_result is None:
         yield f"result.json is of an earlier end, at step {int_of(result, 'step')}"
+    if num_unread:
+        what = "warnings" if current_result is not None and "incidents" in current_result else "incidents and warnings"
+        yield f"the oldest event files, {num_unread}, were not read: {what} of which they alone tell are missing here"
 
 
 def _newest_start(workers: list[WorkerLines]) -> tuple[int | None, list[WorkerLines], list[WorkerLines]]:

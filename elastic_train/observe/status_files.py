@@ -57,7 +57,7 @@ class WorkerLines:
     @property
     def is_first_of_node(self) -> bool:
         """Whether the worker represents its node: each node has one with this local rank."""
-        return self.member.split("/")[-2] == "0"
+        return self.member.split("/")[-2:-1] == ["0"]  # a file of another name has no such part
 
     @property
     def outcome(self) -> str | None:
@@ -73,10 +73,10 @@ def is_event(line: Line) -> bool:
     return isinstance(line.get("event"), str) and float_of(line, "time") is not None
 
 
-def read_workers(directory: Path, now: float, is_alive: IsAlive) -> list[WorkerLines]:
+def read_workers(directory: Path, now: float, is_alive: IsAlive) -> tuple[list[WorkerLines], int]:
     """Return the event files that decide a run's status, oldest first: the newest ones, those of workers that may wait,
-    and those of all members of the newest world, most of which write nothing for hours. Raises: OSError, but not for a
-    missing directory."""
+    and those of all members of the newest world, most of which write nothing for hours; and the number of the others,
+    which were not read. Raises: OSError, but not for a missing directory."""
     unread = {member_of(Path(entry.path)): entry for entry in _newest_files(directory)}
     found: list[WorkerLines] = []
 
@@ -100,7 +100,7 @@ def read_workers(directory: Path, now: float, is_alive: IsAlive) -> list[WorkerL
         pass  # later starts that failed must not hide the run
     while read(_newest_members(found)):
         pass  # these members may know of a newer world
-    return sorted(found, key=lambda worker: time_of(worker.first))
+    return sorted(found, key=lambda worker: time_of(worker.first)), len(unread)
 
 
 def _newest_files(directory: Path) -> list[os.DirEntry[str]]:

@@ -85,6 +85,8 @@ def read_events(path: Path, tail_bytes: int = 256 * 1024) -> list[Line]:
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         rare = _rare_lines.setdefault((path.resolve(), status.st_ino), _RareLines())
+        if status.st_size < rare.offset:  # it was cut off, or began again
+            rare.offset, rare.lines = 0, []
         file.seek(rare.offset)
         while rare.offset < status.st_size - tail_bytes:
             raw = file.readline()

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from elastic_train.cli import main
 from elastic_train.errors import RunDirectoryError
 from elastic_train.observe import status, status_files
 from elastic_train.observe.status import RunState, Status
@@ -520,6 +521,46 @@ def test_lines_of_a_file_that_grows_are_read_once(tmp_path: Path, tail_bytes: in
         starts = [len("".join(json.dumps(line) + "\n" for line in lines[:n])) for n in range(number)]
         is_near = [start >= size - tail_bytes for start in starts]
         assert found == [line for line, near in zip(lines, is_near, strict=False) if near or line["event"] != "step"]
+
+
+def test_a_file_that_was_cut_off_in_place_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"time": 1, "event": "start"}\n' * 50)
+    assert len(read_events(path, tail_bytes=40)) == 50
+    path.write_text('{"time": 2, "event": "start"}\n')
+    assert read_events(path, tail_bytes=40) == [{"time": 2, "event": "start"}]
+
+
+def test_a_file_whose_name_is_none_of_a_worker(files: Files) -> None:
+    files.worker(0, started=NOW - 9).path.rename(files.run_dir / "events" / "copied.jsonl")
+    files.worker(0, started=NOW - 9).enter(0, NOW - 1)
+    assert read(files).state is RunState.RUNNING
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_of_a_run_that_was_restarted_often_it_is_said_that_the_oldest_files_are_not_read(
+    files: Files, is_over: bool
+) -> None:
+    num_starts = status_files.NEWEST_FILES + 7
+    incidents = [incident("restart", number, NOW - 9000 + number) for number in range(num_starts)]
+    for number in range(num_starts):
+        worker = files.worker(0, started=NOW - 9000 + number, start_number=number)
+        worker.enter(number, NOW - 9000 + number, incidents=incidents[number : number + 1], members=(f"node/0/{100}",))
+    if is_over:
+        files.result(step=0, incidents=incidents)
+    found = read(files)
+    what = "warnings" if is_over else "incidents and warnings"
+    number = 6  # the member of the newest world is the oldest
+    assert len(found.incidents) == (num_starts if is_over else num_starts - number)
+    assert found.notes == (
+        f"the oldest event files, {number}, were not read: {what} of which they alone tell are missing here",
+    )
+
+
+def test_a_message_with_a_name_that_is_no_text(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    files.worker(0, started=NOW - 9).write("warning", NOW - 1, message="\udcff.npy cannot be read")
+    assert main(["status", str(files.run_dir)]) == 0
+    assert "warnings: 1: \\udcff.npy cannot be read\n" in capsys.readouterr().out
 
 
 def test_a_run_of_more_workers_than_are_newest(files: Files) -> None:
