@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import shutil
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elastic_train.errors import RunDirectoryError
 from elastic_train.runlog.reader import read_all
 from elastic_train.tools.audit.audit import CheckOutcome
 from elastic_train.tools.audit.history import mixed_branches, read_history
@@ -793,6 +798,40 @@ def test_a_clock_that_is_off_after_a_restart(run_dir: Path, seconds: float, of_m
     delay(events_of(run_dir), of_machine, is_of(2))
     set_clock(events_of(run_dir), seconds - of_machine, is_of(2))
     assert audit(run_dir).reasons == []
+
+
+@pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
+def test_a_clock_that_was_set_neither_makes_goodput_nor_loses_it(run_dir: Path, seconds: float) -> None:
+    before = lost_time(read_history(run_dir))
+    set_clock(events_of(run_dir), seconds, lambda line: line["step"] >= 5)
+    found = lost_time(read_history(run_dir))
+    assert (found.wall, found.useful, found.ratio) == pytest.approx((before.wall, before.useful, before.ratio))
+    assert found.by_cause == pytest.approx(before.by_cause, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["events", "ledger"])
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(
+    run_dir: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(real: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def list_it(path: Any = ".") -> Any:
+            if os.fspath(path) == str(run_dir / name):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return real(path)
+
+        return list_it
+
+    for function in ("listdir", "scandir"):
+        monkeypatch.setattr(os, function, denied(getattr(os, function)))
+    with pytest.raises(RunDirectoryError, match=f"{run_dir / name} cannot be read: Permission denied"):
+        read_history(run_dir)
+
+
+def test_a_result_without_any_events_is_no_pass(run_dir: Path) -> None:
+    for path in [*(run_dir / "events").iterdir(), *(run_dir / "ledger").iterdir()]:
+        path.unlink()
+    shutil.rmtree(run_dir / "snapshots")
+    assert audit(run_dir).verdict == "FAIL"
 
 
 def test_the_next_rank_0_is_on_a_host_whose_clock_is_ahead(run_dir: Path) -> None:

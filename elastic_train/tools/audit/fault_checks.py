@@ -28,7 +28,8 @@ def check_incidents(history: History) -> Found:
     outages = outages_of(history)
     num_incidents = len(history.worlds[1:]) if history.final_result is None else len(incidents)
     findings = list(_unreported(history))
-    if not incidents and not faults and not outages and not findings:
+    is_calm = not num_incidents and not (incidents and history.worlds)
+    if is_calm and not faults and not outages and not findings:
         raise Skip("nothing happened")
     limits = _limits(history)
     worlds = {world.generation: world for world in history.worlds}

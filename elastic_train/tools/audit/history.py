@@ -332,6 +332,14 @@ def require_run(run_dir: Path) -> None:
         raise RunDirectoryError(f"{run_dir} holds no run: there is no events/ in it")
 
 
+def _files_in(folder: Path) -> list[Path]:
+    """The files of workers; none without such a folder. Raises: OSError: `glob` takes an unreadable one for empty."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix == ".jsonl")
+    except FileNotFoundError:
+        return []
+
+
 def read_history(run_dir: Path) -> History:
     """Read every file of a run. Takes a second per some hundred thousand lines.
 
@@ -346,11 +354,12 @@ def read_history(run_dir: Path) -> History:
         torn: list[str] = []
         drill = read_drill(run_dir)
         clocks = Clocks(is_one=drill is not None)
-        events, ledgers = (sorted((run_dir / name).glob("*.jsonl")) for name in ("events", "ledger"))
+        events, ledgers = (_files_in(run_dir / name) for name in ("events", "ledger"))
         lives = [life for path in events for life in lives_of(path, torn, clocks)]
         ledger = [line for path in ledgers for line in ledger_of(path, torn)]
     except OSError as error:
-        raise RunDirectoryError(f"{run_dir} cannot be read: {error.strerror}") from error
+        where = os.path.realpath(error.filename) if error.filename else run_dir  # `as_one_run` shows links
+        raise RunDirectoryError(f"{where} cannot be read: {error.strerror}") from error
     lives, ledger = of_one_run(lives, ledger)
     return History(
         run_dir=run_dir,

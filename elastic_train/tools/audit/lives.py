@@ -61,6 +61,8 @@ class Step:
     """the clock of `time`"""
     world_size: int
     writer: str
+    monotonic: float | None = None
+    """of the commit, by the clock of its machine that cannot be set; None in older versions"""
 
 
 @dataclass(slots=True)
@@ -95,16 +97,18 @@ class Life:
         if line["event"] != "step":
             self.lines.append({"generation": None, **line, "writer": self.member, "clock": clock})
             return
+        late, monotonic = float_of(line, "late_seconds") or 0.0, float_of(line, "monotonic")
         self.steps.append(
             Step(
                 int(line["step"]),
                 int(line["generation"]),
                 int(line["epoch"]),
                 float_of(line, "loss"),
-                time - (float_of(line, "late_seconds") or 0.0),
+                time - late,
                 clock,
                 int(line["world_size"]),
                 self.member,
+                None if monotonic is None else monotonic - late,
             )
         )
 

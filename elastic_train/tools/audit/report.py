@@ -108,7 +108,7 @@ def write_report(history: History, found: Audit, path: Path | None = None) -> Pa
     """
     path = path or history.run_dir / FILE
     try:
-        write_atomic(path, page(history, found).encode())
+        write_atomic(path, page(history, found).encode(errors="backslashreplace"))
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be written: {error.strerror}; --output says where else") from error
     return path
