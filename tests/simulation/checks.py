@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING
 from tests.simulation.worker import AHEAD_SECONDS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.simulation.ring_parts import Commit
     from tests.simulation.simulator import Simulation, Told
     from tests.simulation.worker import Worker
 
+JUDGED_SECONDS = 1.0
+"""before a side stops, as it has fewer steps than another one"""
 AGREE_SECONDS = 0.5
 """after a member's end, in which the others go on without it"""
 JOIN_SECONDS = 7.0
@@ -81,6 +86,9 @@ def what_is_not_well(simulation: Simulation) -> str | None:
     trainers = [worker for worker in living if worker.activity != "queues" and worker.world is not None]
     if not trainers:
         return None
+    given_up = _what_is_given_up(simulation, trainers)
+    if given_up is not None:
+        return given_up
     worlds = {worker.world.uid for worker in trainers if worker.world is not None}
     now = simulation.kernel.now
     committed_by = now - simulation.plan.work.commit_seconds
@@ -97,8 +105,48 @@ def what_is_not_well(simulation: Simulation) -> str | None:
     if is_training and not has_signpost and not any(simulation.form.may_go_on(worker, trainers) for worker in waiting):
         return None  # those who train are strangers to them, and nobody is left who could show the way
     if all(worker.last_step == 0 for worker in trainers):
-        return None  # nobody gave them the state: they wait for one who has it
+        # Nobody gave them the state: they wait for one who has it, and who is not in their queue.
+        return f"a kept state waits in the queue: {_states(living)}" if any(one.kept for one in living) else None
     return f"not together after a heal: {_states(living)}"
+
+
+def _what_is_given_up(simulation: Simulation, trainers: list[Worker]) -> str | None:
+    """A state that a living worker gave up (it came back, or stands by) though the line on which these go on had not
+    come so far by then. Without a state they have a line of no steps."""
+    newest = max((one.commit for one in trainers if _trains(one) and one.commit), key=_age, default=None)
+    line = {id(one): one for one in _way_to(newest)}
+    for worker in simulation.living:
+        kept, since = _given_up(simulation, worker)
+        if kept is None or kept.parent is None or id(kept) in line or id(kept.parent) in line:
+            continue  # a last step is provisional
+        # Two sides train on while they judge by what they have published.
+        judged = next((one for one in _way_to(kept) if one.at < since - JUDGED_SECONDS), None)
+        theirs = next((one.step for one in line.values() if one.at <= since), 0)
+        if judged is not None and id(judged) not in line and judged.step > theirs:
+            return f"a kept state is lost: {worker} gave up step {kept.step}, those who go on had {theirs}: {trainers}"
+    return None
+
+
+def _given_up(simulation: Simulation, worker: Worker) -> tuple[Commit | None, float]:
+    """The newest state of a worker that it does not train from, and when it ceased to."""
+    if worker.commit is None or worker.world is None or _trains(worker):
+        return worker.kept, worker.gave_up_at
+    return worker.commit, simulation.worlds[worker.world.uid].entered_at
+
+
+def _trains(worker: Worker) -> bool:
+    return worker.world is not None and worker.activity != "queues" and not worker.world.is_spare
+
+
+def _age(commit: Commit) -> tuple[float, int]:
+    return commit.at, commit.step
+
+
+def _way_to(commit: Commit | None) -> Iterator[Commit]:
+    """It and those before it, the newest first."""
+    while commit is not None:
+        yield commit
+        commit = commit.parent
 
 
 def _can_join(simulation: Simulation, newcomer: Worker, trainers: list[Worker]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elastic_train.branches import Position
 from elastic_train.elastic.barriers import Barriers
 from elastic_train.protocol import ballots, contacts, laws, peers
 from elastic_train.protocol.agreement import Decision, Denied
@@ -193,6 +194,11 @@ def branches_never_meet(patch: Patch) -> None:
     patch.setattr(OtherSides, "_judge_branches", lambda _self, *_arguments: None)
 
 
+def the_side_with_more_steps_stops(patch: Patch) -> None:
+    right = Position.goes_before
+    patch.setattr(Position, "goes_before", lambda self, other: self.step != other.step and not right(self, other))
+
+
 def jobs_never_meet(patch: Patch) -> None:
     patch.setattr(OtherSides, "_judge_jobs", lambda _self, *_arguments: None)
 
@@ -200,6 +206,7 @@ def jobs_never_meet(patch: Patch) -> None:
 ALL = (
     jobs_never_meet,
     branches_never_meet,
+    the_side_with_more_steps_stops,
     a_branch_has_no_id,
     newcomers_vote_at_once,
     late_deaths_count,

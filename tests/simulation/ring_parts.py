@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,6 +34,8 @@ class Commit:
     world: str
     generation: int
     parent: Commit | None
+    at: float = field(default=0.0, compare=False)
+    """when the first member had it"""
 
 
 class State:

@@ -200,7 +200,7 @@ class Simulation:
 
     def note_commit(self, worker: Worker, world: World, parent: Commit | None) -> Commit:
         told = self.worlds[world.uid]
-        commit = Commit(1 if parent is None else parent.step + 1, world.uid, world.generation, parent)
+        commit = Commit(1 if parent is None else parent.step + 1, world.uid, world.generation, parent, self.kernel.now)
         worker.committed_at = self.kernel.now
         for one in told.commits:
             if one.step == commit.step:

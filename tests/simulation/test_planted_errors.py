@@ -37,6 +37,7 @@ FOUND_BY: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Plan], s
     (planted.a_claim_is_judged_by_its_return_code, lambda: directed.lost_claims(3), "no chain"),
     (planted.jobs_never_meet, lambda: directed.second_job(9.0), "not together after a heal"),
     (planted.branches_never_meet, directed.halves_that_go_on, "not together after a heal"),
+    (planted.the_side_with_more_steps_stops, directed.halves_that_go_on, "a kept state is lost"),
     (planted.a_branch_has_no_id, directed.halves_that_go_on, "no chain"),
     (planted.a_newcomer_claims_alone, directed.newcomers_and_a_directory, "a committed step is lost"),
     (planted.a_claim_in_etcd_replaces_another_one, directed.halves_with_etcd, "no chain"),

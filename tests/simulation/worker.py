@@ -65,6 +65,10 @@ class Worker:
         self.is_back, self.num_fruitless = was is not None, 0 if was is None else was.num_fruitless_after
         self.kept = None if was is None else was.commit or was.kept
         """of the member that this process was before"""
+        self.gave_up_at = 0.0
+        """when it ceased to train on from that"""
+        if was is not None:
+            self.gave_up_at = was.gave_up_at if was.commit is None else was.process.ended_at
         self.met: tuple[Address, ...] = ()
         """of the side for which it stops"""
         self.known: tuple[Address, ...] = ()
