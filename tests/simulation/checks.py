@@ -99,7 +99,8 @@ def what_is_not_well(simulation: Simulation) -> str | None:
         queue = [worker for worker in living if worker not in trainers and _can_join(simulation, worker, trainers)]
         return f"still in the queue after a heal: {_states(living)}" if queue else None
     if not may_go_on:
-        return None
+        is_lost = _lacks_given_up(simulation, trainers)
+        return f"votes are missing that nobody can give: {_states(living)}" if is_lost else None
     has_signpost = simulation.form.has_signpost()
     waiting = [worker for worker in trainers if worker.committed_at <= committed_by]
     if is_training and not has_signpost and not any(simulation.form.may_go_on(worker, trainers) for worker in waiting):
@@ -110,15 +111,26 @@ def what_is_not_well(simulation: Simulation) -> str | None:
     return f"not together after a heal: {_states(living)}"
 
 
+def _lacks_given_up(simulation: Simulation, side: list[Worker]) -> bool:
+    """Whether a side waits for the votes of members that were left out, and came back as others, and for no more."""
+    newest = max(side, key=lambda one: one.world.generation if one.world else -1)
+    left_out = [one for one in simulation.workers if one.process.ending == "left_out"]
+    lacking = simulation.form.missing_votes(newest, side)
+    return bool(lacking) and lacking <= {one.uid for one in left_out if one.process.newest.is_alive}
+
+
 def _what_is_given_up(simulation: Simulation, trainers: list[Worker]) -> str | None:
     """A state that a living worker gave up (it came back, or stands by) though the line on which these go on had not
-    come so far by then. Without a state they have a line of no steps."""
+    come so far by then."""
     newest = max((one.commit for one in trainers if _trains(one) and one.commit), key=_age, default=None)
     line = {id(one): one for one in _way_to(newest)}
+    beginning = next(reversed(line), None)
     for worker in simulation.living:
         kept, since = _given_up(simulation, worker)
         if kept is None or kept.parent is None or id(kept) in line or id(kept.parent) in line:
             continue  # a last step is provisional
+        if id(list(_way_to(kept))[-1]) != beginning:
+            continue  # how a job begins anew is judged by itself
         # Two sides train on while they judge by what they have published.
         judged = next((one for one in _way_to(kept) if one.at < since - JUDGED_SECONDS), None)
         theirs = next((one.step for one in line.values() if one.at <= since), 0)

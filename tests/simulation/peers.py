@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_train.protocol.agreement import Decision, Liveness
 from elastic_train.protocol.arbiter import Arbiter
 from elastic_train.protocol.finder import Finder
-from elastic_train.protocol.laws import Voters, may_go_on
+from elastic_train.protocol.laws import Voters, may_go_on, missing_votes
 from elastic_train.protocol.peers import PeerJob
 from elastic_train.world import to_json
 from tests.simulation.finder import SimFinder
@@ -70,7 +70,13 @@ class PeersForm:
                     yield key.removesuffix("/next").split("-", 2)[2], str(uid)
 
     def may_go_on(self, worker: Worker, side: Sequence[Worker]) -> bool:
-        worlds = worker.job._known.voters
+        return self.suffices(worker, self._worlds(worker, side), {one.uid for one in side})
+
+    def missing_votes(self, worker: Worker, side: Sequence[Worker]) -> set[str]:
+        return set(missing_votes(self._worlds(worker, side), {one.uid for one in side}))
+
+    def _worlds(self, worker: Worker, side: Sequence[Worker]) -> list[Voters]:
+        """Those that count for it, without the votes of whom the side has proven dead."""
         world = worker.world
         assert world is not None, "it has been in one"
         dead = set()
@@ -83,7 +89,7 @@ class PeersForm:
                     if one.watcher.contacts.status(world.members[rank], one.watcher.verdicts.get(rank), False)
                     is Liveness.DEAD
                 }
-        return self.suffices(worker, [voters.without(dead) for voters in worlds], {one.uid for one in side})
+        return [voters.without(dead) for voters in worker.job._known.voters]
 
     def suffices(self, worker: Worker, worlds: Sequence[Voters], side: set[str]) -> bool:
         """Whether it may, where these are not proven dead in its worlds."""

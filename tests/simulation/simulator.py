@@ -62,6 +62,9 @@ class Form(Protocol):
     def may_go_on(self, worker: Worker, side: Sequence[Worker]) -> bool:
         """Whether it may, by what it knows, with all of `side`."""
 
+    def missing_votes(self, worker: Worker, side: Sequence[Worker]) -> set[str]:
+        """Uids of the members without whose votes it may not, as `may_go_on`."""
+
     def finds(self, newcomer: Worker, trainers: Sequence[Worker]) -> bool:
         """Whether one in the queue has a way to those who train."""
 
