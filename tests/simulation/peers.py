@@ -73,7 +73,9 @@ class PeersForm:
         return self.suffices(worker, self._worlds(worker, side), {one.uid for one in side})
 
     def missing_votes(self, worker: Worker, side: Sequence[Worker]) -> set[str]:
-        return set(missing_votes(self._worlds(worker, side), {one.uid for one in side}))
+        released = worker.job._known._heard_released[1]
+        worlds = [voters.without(released) for voters in self._worlds(worker, side)]
+        return set(missing_votes(worlds, {one.uid for one in side}))
 
     def _worlds(self, worker: Worker, side: Sequence[Worker]) -> list[Voters]:
         """Those that count for it, without the votes of whom the side has proven dead."""
