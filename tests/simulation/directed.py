@@ -482,3 +482,22 @@ def dies_again_and_again(times: int, *faults: Fault, hosts: int = 3, recovers_at
     returns = [(at + 0.5, "back", hosts - 1, False) for at, *_ in deaths[: len(deaths) - bool(faults)]]
     made = plan(hosts, *deaths, *returns, *faults, recovers_at=recovers_at, min_nodes=1)
     return replace(made, quarantine=True, **fields)
+
+
+def voters_that_are_left_out_unheard() -> Plan:
+    """Two that train and a spare of theirs go apart from the rest by a claim, and one of the two dies at once. The
+    others read the claim in etcd and give up their votes, which nobody hears; the spare that is left needs them."""
+    faults: tuple[Fault, ...] = ((1.1, "partition", (0, 4, 5, 6), (1, 2, 3)), (3.17, "kill", 0))
+    return Plan(
+        306100025,
+        (1,) * 7,
+        faults,
+        15.2,
+        founders=5,
+        min_nodes=1,
+        trains_with=3,
+        max_world_size=2,
+        max_nodes=7,
+        num_endpoints=7,
+        lease=60.0,
+    )
