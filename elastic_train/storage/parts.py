@@ -85,8 +85,12 @@ class PartSender:
         self.names.append(name)
         # No pool: its threads would prevent the exit of a process that has given up on the store.
         thread = threading.Thread(target=self._run, args=(name, data), name="snapshot-part", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no thread is left below the host's or the container's limit
+            self._run(name, data)
+        else:
+            self._threads.append(thread)
 
     def _run(self, name: str, data: bytearray) -> None:
         try:

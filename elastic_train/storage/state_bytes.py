@@ -11,6 +11,7 @@ import threading
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -144,8 +145,10 @@ class HostBuffers:
                     memory = self._buffers[-1].untyped_storage()
                     ctypes.memset(memory.data_ptr(), 0, memory.nbytes())  # uses one core only; the other cores train
 
-        self._allocation = threading.Thread(target=allocate, name="snapshot-buffers")
-        self._allocation.start()
+        allocation = threading.Thread(target=allocate, name="snapshot-buffers")
+        with suppress(RuntimeError):  # no thread is left below the host's or the container's limit: `copy` allocates
+            allocation.start()
+            self._allocation = allocation
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """Copy the state: every tensor into host memory, every container built anew. Valid until the next call. What
@@ -221,13 +224,9 @@ def is_odd(tensor: torch.Tensor) -> bool:
     those made of other tensors. Such tensors are copied as a whole, without a buffer."""
     import torch
 
-    return (
-        tensor.layout != torch.strided
-        or tensor.is_quantized
-        or tensor.is_conj()
-        or tensor.is_neg()
-        or _is_made_of_others(tensor)
-    )
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return True
+    return tensor.is_conj() or tensor.is_neg() or _is_made_of_others(tensor)
 
 
 def _is_made_of_others(tensor: torch.Tensor) -> bool:

@@ -85,7 +85,10 @@ class StateComparison:
                 self.why_not = first_line(error)
 
         # No daemon: a process that ends while a thread is inside of torch may be aborted.
-        self._thread = SideThread(work, "hash", is_daemon=False)
+        try:
+            self._thread = SideThread(work, "hash", is_daemon=False)
+        except RuntimeError:  # no thread is left below the host's or the container's limit
+            work()
 
     def finish_hash(self, check: Callable[[], None]) -> None:
         """Block until this rank's hash is made; then the state may change. `check` is called repeatedly, and may

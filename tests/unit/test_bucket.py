@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -210,6 +211,24 @@ def test_a_part_that_fails_ends_the_stream() -> None:
     with pytest.raises(SnapshotError, match="no"):
         stream.finish()
     assert len(stream.names) <= AT_ONCE + 1, "what follows is not sent"
+
+
+def test_without_a_thread_for_a_part_it_is_sent_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a limit of processes, which may be reached for a while."""
+    sent, start, starts = dict[str, bytes](), threading.Thread.start, itertools.count()
+
+    def may_start(thread: threading.Thread) -> None:
+        if next(starts) % 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def put(name: str, data: bytearray) -> None:
+        sent[name] = bytes(data)
+
+    monkeypatch.setattr(threading.Thread, "start", may_start)
+    stream = PartStream(str, put, "host", part_bytes=10)
+    stream.write(bytes(range(200)))
+    assert b"".join(sent[part.name] for part in stream.finish()) == bytes(range(200))
 
 
 def test_an_owner_that_was_replaced_makes_nothing_visible(url: str) -> None:

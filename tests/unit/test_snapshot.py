@@ -797,7 +797,8 @@ def test_no_thread_for_a_background_snapshot_is_no_end_of_a_training(
     writer = make_writer(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        assert save_in_background(writer, {"a": 1}, 1)
+        writer.prepare({"a": torch.ones(3)})
+        assert save_in_background(writer, {"a": torch.ones(3)}, 1)
     (error,) = writer.collect()
     assert "step-000000000001-gen-0000-node-a not written: can't start new thread" in str(error)
     assert writer.wait(DEADLINE)

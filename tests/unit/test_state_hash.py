@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,20 @@ def compare(
     monkeypatch.setattr("elastic_train.training.state_hash.all_gather", all_gather)
     comparison.compare()
     return comparison
+
+
+def test_without_a_thread_the_hash_is_made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a limit of processes, which may be reached for a while."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    state = make_state()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        comparison = compare(patched, [None], [0, 1], state)
+    assert comparison.why_not is None
+    assert comparison._hash == hash_of(dict(tensors_of(state))) != NO_HASH
 
 
 def test_equal_states_are_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
