@@ -809,6 +809,22 @@ def test_a_clock_that_was_set_neither_makes_goodput_nor_loses_it(run_dir: Path, 
     assert found.by_cause == pytest.approx(before.by_cause, abs=1e-5)
 
 
+def test_a_pod_that_came_back_on_another_machine_is_not_timed_by_the_clocks_of_both(run_dir: Path) -> None:
+    """Its processes have one name, and so one file; the other machine has been up for a million seconds longer."""
+    restart(run_dir, 3, "snapshot", 3)
+    before = lost_time(read_history(run_dir))
+
+    def elsewhere(lines: list[Line]) -> list[Line]:
+        first = next(place for place, line in enumerate(lines) if line["generation"] == 2)
+        started = {**later(lines[0], lines[first]["time"] - lines[0]["time"]), "event": "start", "generation": None}
+        later_lines = [started, *lines[first:]]
+        return [*lines[:first], *({**line, "monotonic": line["monotonic"] + 1e6} for line in later_lines)]
+
+    edit_lines(events_of(run_dir), elsewhere)
+    found = lost_time(read_history(run_dir))
+    assert (found.wall, found.by_cause) == (before.wall, before.by_cause)
+
+
 @pytest.mark.parametrize("name", ["events", "ledger"])
 def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(
     run_dir: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -63,6 +63,8 @@ class Step:
     writer: str
     monotonic: float | None = None
     """of the commit, by the clock of its machine that cannot be set; None in older versions"""
+    process: int = 0
+    """the place of its process among those that wrote its file: they may have run on machines of one name"""
 
 
 @dataclass(slots=True)
@@ -83,6 +85,8 @@ class Life:
 
     member: str
     """NODE/LOCAL_RANK/PID"""
+    number: int = 0
+    """its place among those that wrote its file"""
     lines: list[Line] = field(default_factory=list)
     """its events but the steps, each with its `writer` and the `clock` of its `time`"""
     steps: list[Step] = field(default_factory=list)
@@ -109,6 +113,7 @@ class Life:
                 int(line["world_size"]),
                 self.member,
                 None if monotonic is None else monotonic - late,
+                self.number,
             )
         )
 
@@ -135,7 +140,7 @@ def lives_of(path: Path, torn: list[str], clocks: Clocks) -> list[Life]:
     for line in _sound_lines(path, torn):
         is_in_a_world = line.get("generation") is not None
         if line["event"] == "start" or (was_in_a_world and not is_in_a_world) or not found:
-            found.append(Life(member))
+            found.append(Life(member, len(found)))
         found[-1].add(line, clocks.of(member, line))
         was_in_a_world = is_in_a_world
     return found

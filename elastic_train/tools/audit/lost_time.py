@@ -112,10 +112,9 @@ def _lost_time(history: History, until: float) -> LostTime:
 
 def seconds_between(before: Step, after: Step) -> float:
     """The seconds from one step to another: by the clock that cannot be set, if theirs was set in between."""
-    if before.clock != after.clock and before.writer == after.writer and before.monotonic and after.monotonic:
-        seconds = after.monotonic - before.monotonic
-        if seconds >= 0:  # else another process of that name, after the machine has begun anew
-            return seconds
+    is_of_one = (before.writer, before.process) == (after.writer, after.process)  # else perhaps of two machines
+    if before.clock != after.clock and is_of_one and before.monotonic is not None and after.monotonic is not None:
+        return after.monotonic - before.monotonic
     return after.time - before.time
 
 
