@@ -243,7 +243,8 @@ class GroupSockets:
         if not self._kept and not sys.is_finalizing():  # while finalizing no thread starts, and all closes soon
             self._closing = threading.Timer(KEEP_SECONDS, self._close_kept)
             self._closing.daemon = True
-            self._closing.start()
+            with suppress(RuntimeError):  # no thread is left below the host's or the container's limit
+                self._closing.start()
         with self._lock:
             if self._shut_at is None:
                 self._shut_at = time.monotonic()

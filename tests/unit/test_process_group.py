@@ -111,6 +111,24 @@ def test_others_may_write_to_what_is_broken_off_until_its_release() -> None:
     far.close()
 
 
+def test_without_a_thread_that_would_close_it_later_it_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a limit of processes. Else a collective without a lost peer would wait on."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    sockets = GroupSockets()
+    far, near = connection()
+    sockets._sockets = {near.fileno(): os.readlink(f"/proc/self/fd/{near.fileno()}")}
+    sockets.shut()
+    assert near.recv(1) == b""
+    near.close()
+    sockets.release()
+    assert far.recv(1) == b""
+    far.close()
+
+
 def test_what_is_broken_off_is_closed_in_a_while_though_no_other_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_train.training.group_sockets.KEEP_SECONDS", 0.05)
     sockets = GroupSockets()
