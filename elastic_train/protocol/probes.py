@@ -41,15 +41,22 @@ def refusing(members: Sequence[Member]) -> list[Member]:
 
 
 def probe_all(addresses: Sequence[Address], timeout: float = PROBE_SECONDS) -> list[Probe]:
-    """Probe all addresses at once. Blocks up to `timeout` seconds, twice that where a name has several IP addresses."""
+    """Probe all addresses at once. Blocks up to `timeout` seconds, twice that where a name has several IP addresses;
+    without threads for that, one after the other."""
     results = [Probe.SILENT] * len(addresses)
 
     def look(index: int) -> None:
         results[index] = probe(addresses[index], timeout)
 
-    threads = [threading.Thread(target=look, args=(index,), daemon=True) for index in range(len(addresses))]
-    for thread in threads:
-        thread.start()
+    threads: list[threading.Thread] = []
+    for index in range(len(addresses)):
+        thread = threading.Thread(target=look, args=(index,), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread is left below the host's or the container's limit
+            look(index)
+        else:
+            threads.append(thread)
     deadline = time.monotonic() + 2 * timeout
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -140,6 +140,18 @@ def test_many_are_probed_at_once(full_address: Address) -> None:
     assert probe_all([]) == []
 
 
+def test_without_threads_they_are_probed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a limit of processes. Else the watcher would end with an error as soon as a peer dies."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # as above
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        assert probe_all([listener.getsockname(), nobody.getsockname()]) == [Probe.ACCEPTED, Probe.REFUSED]
+
+
 # --- watchers ---------------------------------------------------------------------------------------------------------
 
 
