@@ -112,7 +112,10 @@ def what_is_not_well(simulation: Simulation) -> str | None:
 
 
 def _lacks_given_up(simulation: Simulation, side: list[Worker]) -> bool:
-    """Whether a side waits for the votes of members that were left out, and came back as others, and for no more."""
+    """Whether a side waits for the votes of members that were left out, and came back as others, and for no more. But
+    not where others have finished the run: nothing is lost then, and it ends at --wait-timeout."""
+    if any(worker.process.ending == "finished" for worker in simulation.workers):
+        return False
     newest = max(side, key=lambda one: one.world.generation if one.world else -1)
     left_out = [one for one in simulation.workers if one.process.ending == "left_out"]
     lacking = simulation.form.missing_votes(newest, side)
