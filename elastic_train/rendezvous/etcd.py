@@ -102,6 +102,10 @@ class Etcd:
         """Make the comparison: the key is still the one that this revision created."""
         return self._equal(key, target="CREATE", create_revision=create_revision)
 
+    def is_under(self, key: str, lease: int) -> Any:
+        """Make the comparison: the key is under this lease."""
+        return self._equal(key, target="LEASE", lease=lease)
+
     def is_empty(self, prefix: str) -> Any:
         """Make the comparison: no key begins with `prefix`."""
         return self._equal(prefix, target="CREATE", create_revision=0, range_end=end_of(prefix))

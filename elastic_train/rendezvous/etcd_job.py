@@ -110,13 +110,11 @@ def delete_job(etcd: Etcd, job: JobEntry, unless_below: Sequence[str] = ()) -> N
 
     Args:
         unless_below: prefixes of the keys of living members; with such a key the job is kept.
-
-    Raises:
-        LeftOut: the entry was lost. In a cluster that came back empty, the same revision may have created another one.
     """
-    job.keep(etcd)
     guard = job.guard
-    conditions = [etcd.is_created_at(guard.key, guard.create_revision), *map(etcd.is_empty, unless_below)]
+    # In a cluster that came back empty, the same revision may have created another entry, under another lease.
+    is_there = [etcd.is_created_at(guard.key, guard.create_revision), etcd.is_under(guard.key, job.lease)]
+    conditions = [*is_there, *map(etcd.is_empty, unless_below)]
     keys = [etcd.delete_request(guard.key), etcd.delete_request(f"{job.prefix}/", is_prefix=True)]
     has_deleted, _ = etcd.transact(conditions, keys)
     if has_deleted or not unless_below:
@@ -134,8 +132,6 @@ def leave_job(
     """Delete this worker from the entry, and workers whose addresses refuse a connection, until one lives. Delete the
     job if no worker is left. A living worker may have been without etcd for long, so its entry must stay: an entry with
     a worker that does not answer is left to its lease.
-
-    Raises: as `delete_job`.
     """
     noted = f"{job.prefix}/workers/"
     etcd.delete(noted + worker)

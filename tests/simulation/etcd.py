@@ -86,7 +86,7 @@ class EtcdServer:
         )
 
     def _holds(self, compare: Any) -> bool:
-        name = {compare.MOD: "mod_revision", compare.CREATE: "create_revision"}[compare.target]
+        name = {compare.MOD: "mod_revision", compare.CREATE: "create_revision", compare.LEASE: "lease"}[compare.target]
         found = self._found(compare) or [self._key_value()]
         return all(getattr(one, name) == getattr(compare, name) for one in found)
 
