@@ -99,8 +99,7 @@ def what_is_not_well(simulation: Simulation) -> str | None:
         queue = [worker for worker in living if worker not in trainers and _can_join(simulation, worker, trainers)]
         return f"still in the queue after a heal: {_states(living)}" if queue else None
     if not may_go_on:
-        is_lost = _lacks_given_up(simulation, trainers)
-        return f"votes are missing that nobody can give: {_states(living)}" if is_lost else None
+        return None
     has_signpost = simulation.form.has_signpost()
     waiting = [worker for worker in trainers if worker.committed_at <= committed_by]
     if is_training and not has_signpost and not any(simulation.form.may_go_on(worker, trainers) for worker in waiting):
@@ -111,15 +110,13 @@ def what_is_not_well(simulation: Simulation) -> str | None:
     return f"not together after a heal: {_states(living)}"
 
 
-def _lacks_given_up(simulation: Simulation, side: list[Worker]) -> bool:
-    """Whether a side waits for the votes of members that were left out, and came back as others, and for no more. But
-    not where others have finished the run: nothing is lost then, and it ends at --wait-timeout."""
-    if any(worker.process.ending == "finished" for worker in simulation.workers):
-        return False
+def lacks_given_up(simulation: Simulation) -> bool:
+    """Whether a side waits for the votes of members that were left out, and came back as others, and for no more: for
+    votes that nobody can give. Histories let it wait."""
+    side = [worker for worker in simulation.living if worker.activity != "queues" and worker.world is not None]
     newest = max(side, key=lambda one: one.world.generation if one.world else -1)
-    left_out = [one for one in simulation.workers if one.process.ending == "left_out"]
     lacking = simulation.form.missing_votes(newest, side)
-    return bool(lacking) and lacking <= {one.uid for one in left_out if one.process.newest.is_alive}
+    return bool(lacking) and lacking <= {one.uid for one in simulation.workers if one.process.ending == "left_out"}
 
 
 def _what_is_given_up(simulation: Simulation, trainers: list[Worker]) -> str | None:

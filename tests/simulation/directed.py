@@ -484,20 +484,7 @@ def dies_again_and_again(times: int, *faults: Fault, hosts: int = 3, recovers_at
     return replace(made, quarantine=True, **fields)
 
 
-def voters_that_are_left_out_unheard() -> Plan:
-    """Two that train and a spare of theirs go apart from the rest by a claim, and one of the two dies at once. The
-    others read the claim in etcd and give up their votes, which nobody hears; the spare that is left needs them."""
-    faults: tuple[Fault, ...] = ((1.1, "partition", (0, 4, 5, 6), (1, 2, 3)), (3.17, "kill", 0))
-    return Plan(
-        306100025,
-        (1,) * 7,
-        faults,
-        15.2,
-        founders=5,
-        min_nodes=1,
-        trains_with=3,
-        max_world_size=2,
-        max_nodes=7,
-        num_endpoints=7,
-        lease=60.0,
-    )
+def voter_that_is_left_out_unheard(lease: float | None) -> Plan:
+    """Two that cannot reach each other: one is left out, and gives its vote up, which the third alone hears, and dies
+    before the world of the two is settled."""
+    return replace(plan(3, (0.0, "cut", 1, 0), (2.9, "kill", 2), recovers_at=6.4), lease=lease)
