@@ -270,6 +270,15 @@ def answer_of(call: Callable[[], Answer], name: str) -> Future[Answer]:
     return answer
 
 
+def starts(thread: threading.Thread) -> bool:
+    """Start a thread. Returns False where none is left below the limit of processes of the host or the container."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
+
+
 def through_suspends() -> float:
     """A monotonic clock that goes on while the machine is suspended, because other machines may train meanwhile."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()

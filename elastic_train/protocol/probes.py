@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from enum import StrEnum
 
+from elastic_train.system import starts
 from elastic_train.world import Address, Member
 
 PROBE_SECONDS = 0.5
@@ -51,12 +52,10 @@ def probe_all(addresses: Sequence[Address], timeout: float = PROBE_SECONDS) -> l
     threads: list[threading.Thread] = []
     for index in range(len(addresses)):
         thread = threading.Thread(target=look, args=(index,), daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no thread is left below the host's or the container's limit
-            look(index)
-        else:
+        if starts(thread):
             threads.append(thread)
+        else:
+            look(index)
     deadline = time.monotonic() + 2 * timeout
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

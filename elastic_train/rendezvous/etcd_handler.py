@@ -256,7 +256,6 @@ class AgentsHandler(RendezvousHandler):
         atexit.unregister(self.shutdown)
         self._keeper.join(2 * FAREWELL_SECONDS)  # it would grant the lease again that is ended here
         with suppress(StoreUnreachable, StoreRefused):
-            # By calls that gRPC answers without a thread: since Python 3.12 none starts while the interpreter ends.
             store = self._store.with_timeouts(FAREWELL_SECONDS, FAREWELL_SECONDS / 2)
             self._lease.end(store.etcd)
             deadline = time.monotonic() + FAREWELL_SECONDS

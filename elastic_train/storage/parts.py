@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_train.errors import SnapshotDamaged, SnapshotError
+from elastic_train.system import starts
 
 PART_BYTES = 2**24
 """16 MiB. At 1 Gbit/s a part takes longer than two round trips of 50 ms. At 200 Mbit/s the three in flight take 2 s to
@@ -85,12 +86,10 @@ class PartSender:
         self.names.append(name)
         # No pool: its threads would prevent the exit of a process that has given up on the store.
         thread = threading.Thread(target=self._run, args=(name, data), name="snapshot-part", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no thread is left below the host's or the container's limit
-            self._run(name, data)
-        else:
+        if starts(thread):
             self._threads.append(thread)
+        else:
+            self._run(name, data)
 
     def _run(self, name: str, data: bytearray) -> None:
         try:

@@ -19,6 +19,7 @@ from elastic_train.storage.retention import Retention
 from elastic_train.storage.shares import Fleet, shared_by
 from elastic_train.storage.snapshot import SnapshotFolder, SnapshotPlace, SnapshotResult, host_in_name, name_of
 from elastic_train.storage.state_bytes import NO_EXTRAS, HostBuffers, require_numbers, size_of, write_state
+from elastic_train.system import starts
 from elastic_train.version import VERSION
 
 
@@ -35,6 +36,7 @@ class SnapshotPosition(TypedDict):
     metric: NotRequired[float | None]
 
 
+NO_THREAD = "no thread can be started: raise the limit of processes"
 _NO_BRANCHES = {"branches": (), "restarts": (), "metric": None}
 
 
@@ -154,13 +156,11 @@ class SnapshotWriter:
                     self._outcomes.append(error)
 
         thread = threading.Thread(target=write, name="snapshot-writer", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # no thread is left below the host's or the container's limit
-            place = self._folder.snapshot(name_of(position["step"], position["generation"], self._host))
-            self._outcomes.append(SnapshotError(f"snapshot {place} not written: {error}; raise the limit of processes"))
-        else:
+        if starts(thread):
             self._thread = thread
+        else:
+            place = self._folder.snapshot(name_of(position["step"], position["generation"], self._host))
+            self._outcomes.append(SnapshotError(f"snapshot {place} not written: {NO_THREAD}"))
         return True
 
     def make_room(self, state: dict[str, Any]) -> list[str]:

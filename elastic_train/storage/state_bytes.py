@@ -11,11 +11,11 @@ import threading
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from elastic_train.errors import SnapshotDamaged, SnapshotError, cause_of, first_line
+from elastic_train.system import starts
 
 if TYPE_CHECKING:  # torch takes seconds to import, and listing snapshots does not need it
     import torch
@@ -146,9 +146,7 @@ class HostBuffers:
                     ctypes.memset(memory.data_ptr(), 0, memory.nbytes())  # uses one core only; the other cores train
 
         allocation = threading.Thread(target=allocate, name="snapshot-buffers")
-        with suppress(RuntimeError):  # no thread is left below the host's or the container's limit: `copy` allocates
-            allocation.start()
-            self._allocation = allocation
+        self._allocation = allocation if starts(allocation) else None  # without it, `copy` allocates
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """Copy the state: every tensor into host memory, every container built anew. Valid until the next call. What

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_train.errors import FormationFailed
-from elastic_train.system import call_in_children, copy_of_socket, name_of_socket, open_sockets, opened_since
+from elastic_train.system import call_in_children, copy_of_socket, name_of_socket, open_sockets, opened_since, starts
 from elastic_train.world import Address
 
 ABORT_SECONDS = 60.0
@@ -243,8 +243,7 @@ class GroupSockets:
         if not self._kept and not sys.is_finalizing():  # while finalizing no thread starts, and all closes soon
             self._closing = threading.Timer(KEEP_SECONDS, self._close_kept)
             self._closing.daemon = True
-            with suppress(RuntimeError):  # no thread is left below the host's or the container's limit
-                self._closing.start()
+            starts(self._closing)
         with self._lock:
             if self._shut_at is None:
                 self._shut_at = time.monotonic()

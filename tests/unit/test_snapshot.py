@@ -800,7 +800,7 @@ def test_no_thread_for_a_background_snapshot_is_no_end_of_a_training(
         writer.prepare({"a": torch.ones(3)})
         assert save_in_background(writer, {"a": torch.ones(3)}, 1)
     (error,) = writer.collect()
-    assert "step-000000000001-gen-0000-node-a not written: can't start new thread" in str(error)
+    assert "step-000000000001-gen-0000-node-a not written: no thread can be started" in str(error)
     assert writer.wait(DEADLINE)
     assert save_in_background(writer, {"a": 1}, 2)
     assert writer.wait(DEADLINE)
