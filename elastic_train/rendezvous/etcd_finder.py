@@ -376,7 +376,7 @@ class EtcdFinder(Finder):
         self._is_closed = True
         self._end_turns(2 * ATTEMPT_SECONDS)
         etcd = Etcd(self._connections, CLOSE_SECONDS, CLOSE_SECONDS / 2)
-        with contextlib.suppress(StoreUnreachable, StoreRefused, LeftOut):
+        with contextlib.suppress(StoreUnreachable, StoreRefused):
             own = self._entry()
             own.end(etcd)
             leave_job(etcd, own.job, self._uid, self._probe_all)

@@ -80,7 +80,7 @@ def _lost_time(history: History, until: float) -> LostTime:
     if not kept or steps[0].generation < kept[0].generation:
         kept.insert(0, steps[0])  # of an attempt that saved nothing: its time is lost to this run
     undone = [step for step in steps if step.step > history.last_step and step.time > kept[-1].time]
-    wall = sum(itertools.starmap(seconds_between, itertools.pairwise([*kept, *undone[-1:]])))
+    wall = sum(itertools.starmap(_seconds_between, itertools.pairwise([*kept, *undone[-1:]])))
     ordinary = _Ordinary(history, kept)
     worlds = {world.generation: world for world in history.worlds}
     outages = [
@@ -88,7 +88,7 @@ def _lost_time(history: History, until: float) -> LostTime:
             generation=after.generation,
             cause=cause_of(worlds.get(after.generation)),
             time=before.time,
-            seconds=max(0.0, seconds_between(before, after) - ordinary.seconds(before, after)),
+            seconds=max(0.0, _seconds_between(before, after) - ordinary.seconds(before, after)),
             is_measured=before.clock == after.clock and after.step == before.step + 1,
         )
         for before, after in itertools.pairwise(kept)
@@ -96,7 +96,7 @@ def _lost_time(history: History, until: float) -> LostTime:
     ]
     if undone:
         newest, before, after = history.worlds[-1], kept[-1], undone[-1]
-        seconds, is_measured = seconds_between(before, after), before.clock == after.clock
+        seconds, is_measured = _seconds_between(before, after), before.clock == after.clock
         outages.append(Outage(newest.generation, cause_of(newest), before.time, seconds, is_measured))
     by_cause: dict[str, float] = defaultdict(float)
     for outage in outages:
@@ -110,7 +110,7 @@ def _lost_time(history: History, until: float) -> LostTime:
     return LostTime(wall, useful, dict(by_cause), tuple(outages), ordinary.by_size)
 
 
-def seconds_between(before: Step, after: Step) -> float:
+def _seconds_between(before: Step, after: Step) -> float:
     """The seconds from one step to another: by the clock that cannot be set, if theirs was set in between."""
     is_of_one = (before.writer, before.process) == (after.writer, after.process)  # else perhaps of two machines
     if before.clock != after.clock and is_of_one and before.monotonic is not None and after.monotonic is not None:
@@ -127,7 +127,7 @@ class _Ordinary:
         by_size: dict[int, list[float]] = defaultdict(list)
         for before, after in itertools.pairwise(kept):
             if before.generation == after.generation:
-                seconds = max(0.0, seconds_between(before, after))
+                seconds = max(0.0, _seconds_between(before, after))
                 by_kind[self._kind(before, after)].append(seconds)
                 by_size[after.world_size].append(seconds)
         overall = median([seconds for found in by_size.values() for seconds in found] or [0.0])
