@@ -98,7 +98,7 @@ def what_is_not_well(simulation: Simulation) -> str | None:
     if len(worlds) == 1 and (is_training or (is_short and may_go_on)):
         queue = [worker for worker in living if worker not in trainers and _can_join(simulation, worker, trainers)]
         return f"still in the queue after a heal: {_states(living)}" if queue else None
-    if not may_go_on:
+    if not may_go_on or _is_short_without_strangers(simulation, trainers):
         return None
     has_signpost = simulation.form.has_signpost()
     waiting = [worker for worker in trainers if worker.committed_at <= committed_by]
@@ -110,12 +110,26 @@ def what_is_not_well(simulation: Simulation) -> str | None:
     return f"not together after a heal: {_states(living)}"
 
 
+def _is_short_without_strangers(simulation: Simulation, trainers: list[Worker]) -> bool:
+    """Whether those in the newest world are too few to train, without members of other worlds that do not know them and
+    that nobody shows the way."""
+    if simulation.form.has_signpost():
+        return False
+    worlds = {id(one): {member.uid for member in one.world.members} for one in trainers if one.world is not None}
+    newest = worlds[id(_newest_of(trainers))]
+    acquainted = [one for one in trainers if not newest.isdisjoint(worlds[id(one)])]
+    return len({worker.member.node for worker in acquainted}) < simulation.plan.trains_with
+
+
+def _newest_of(trainers: list[Worker]) -> Worker:
+    return max(trainers, key=lambda one: one.world.generation if one.world else -1)
+
+
 def lacks_given_up(simulation: Simulation) -> bool:
     """Whether a side waits for the votes of members that were left out, and came back as others, and for no more: for
     votes that nobody can give. Histories let it wait."""
     side = [worker for worker in simulation.living if worker.activity != "queues" and worker.world is not None]
-    newest = max(side, key=lambda one: one.world.generation if one.world else -1)
-    lacking = simulation.form.missing_votes(newest, side)
+    lacking = simulation.form.missing_votes(_newest_of(side), side)
     return bool(lacking) and lacking <= {one.uid for one in simulation.workers if one.process.ending == "left_out"}
 
 
@@ -255,7 +269,8 @@ def _check_side(simulation: Simulation, side: list[Worker]) -> None:
     plan = simulation.plan
     if len({worker.member.node for worker in trainers}) < max(1, plan.trains_with):
         return
-    newest = max(trainers, key=lambda worker: worker.world.generation if worker.world else -1)
+    if _is_short_without_strangers(simulation, trainers):
+        return
     now = simulation.kernel.now
     if any(worker.committed_at > now - simulation.plan.work.commit_seconds for worker in trainers):
         return
@@ -264,5 +279,5 @@ def _check_side(simulation: Simulation, side: list[Worker]) -> None:
     entered_at = max(told.last_entered_at for told in simulation.worlds.values())
     if now - entered_at < simulation.plan.silence_seconds + simulation.plan.work.commit_seconds:
         return  # who fell silent after its last word is found out only now
-    if simulation.form.may_go_on(newest, trainers):
+    if simulation.form.may_go_on(_newest_of(trainers), trainers):
         simulation.fail(f"a side that may go on does not: {_states(side)}")
