@@ -222,7 +222,7 @@ def test_a_node_with_an_older_script_is_refused(cluster: Cluster, old: str, new:
 
 @pytest.mark.slow
 def test_a_node_with_other_code_is_told(cluster: Cluster) -> None:
-    """What its loop does cannot be compared; it trains."""
+    """What its loop does cannot be compared; it trains, with the run's learning rate."""
     text = SCRIPT.replace("BEFORE_COMMIT", "import time; time.sleep(0.02)")
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{cluster.port}", "--nnodes=1:3"]
     nodes = []
@@ -237,7 +237,6 @@ def test_a_node_with_other_code_is_told(cluster: Cluster) -> None:
     assert ["other.py is not what the node has with which this job began" in node.text() for node in nodes] == [
         False, False, True
     ]  # fmt: skip
-    assert ["(SGD: lr 0.2 here, 0.1 there" in node.text() for node in nodes] == [False, False, True]
 
 
 @pytest.mark.slow
