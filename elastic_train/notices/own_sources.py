@@ -155,8 +155,8 @@ class AfterOthers:
 
     def look(self) -> PreemptionNotice | None:
         if not self._has_taken_over and self._is_first():
-            self._has_taken_over = True
             self._source = self._find() or self._relay
+            self._has_taken_over = True
             self.name, self.poll_seconds = self._source.name, self._source.poll_seconds
         found = self._source.look()
         if found is None and isinstance(self._source, SlurmSource):  # only the other worker may have got the signal

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from elastic_train.errors import going_on
 from elastic_train.notices.clouds import AwsSource, AzureSource, GcpSource, find_cloud
 from elastic_train.notices.kubernetes import KubernetesSource
 from elastic_train.notices.notice import NoticeSource, NoticeUnreadable
@@ -19,6 +20,8 @@ from elastic_train.preemption import NoticesFlag, PreemptionNotice
 SAME_SECONDS = 5.0
 """A deadline that moves by at most this is not reported again: sources that give the remaining seconds move it slightly
 with each answer."""
+AGAIN_SECONDS = 2.0
+"""Between two attempts to find the source."""
 REPORTED_FAILURES = 3
 """Failed or meaningless answers in a row before a warning; a single one may be an accident."""
 
@@ -74,10 +77,14 @@ class NoticeWatcher:
         self._is_closed.set()
 
     def _run(self) -> None:
-        source = self._find()
-        while source is not None and not self._is_closed.is_set():
-            self.look(source)
-            self._is_closed.wait(source.poll_seconds)
+        source, told = None, set[str]()
+        while not self._is_closed.is_set():
+            with going_on(told, "notices"):  # as where no thread can be started for a request
+                source = source or self._find()
+                if source is None:
+                    return
+                self.look(source)
+            self._is_closed.wait(source.poll_seconds if source is not None else AGAIN_SECONDS)
 
     def look(self, source: NoticeSource) -> None:
         """Ask the source once and report changes. Without an answer the previous one still holds."""

@@ -601,12 +601,12 @@ class Heard:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.answer: PreemptionNotice | NoticeUnreadable | None = None
+        self.answer: PreemptionNotice | Exception | None = None
         self.now = NOON
         self.watcher = NoticeWatcher(lambda: self, self, now=lambda: self.now)
 
     def look(self) -> PreemptionNotice | None:
-        if isinstance(self.answer, NoticeUnreadable):
+        if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
 
@@ -693,3 +693,20 @@ def test_the_thread_asks_until_it_is_closed() -> None:
     heard.answer = None
     heard.watcher.look(source)
     assert heard.calls == [], "it has ended"
+
+
+def test_the_thread_asks_again_whatever_goes_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    """As where no thread can be started for a request: what comes later must still be heard."""
+    heard = Heard()
+    heard.answer = RuntimeError("can't start new thread")
+    heard.watcher.start()
+    deadline = time.monotonic() + 20
+    while not caplog.records:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    heard.answer = PreemptionNotice("s", "now")
+    while ("leave", "now") not in heard.calls:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    heard.watcher.close()
+    assert len(caplog.records) == 1, "told once"
