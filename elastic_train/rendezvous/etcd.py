@@ -8,6 +8,7 @@
 | the watch thread spins, and is not restored                | not used; who waits for a change lists the keys again   |
 | credentials are refused without TLS                        | the token travels as metadata alone                     |
 | a token is fetched once and expires                        | a client whose token is refused is made anew            |
+| leases are kept by a stream, which hangs without threads   | one request, one response (etcd_connections.py)         |
 | certificate and key without a CA: plaintext                | refused (etcd_settings.py)                              |
 | errors lose their details, some come raw                   | the stubs are called directly; one place judges errors  |
 | gRPC prints a line for every handshake that fails          | its log is for errors, unless GRPC_VERBOSITY is set     |
@@ -140,14 +141,7 @@ class Etcd:
     def refresh(self, lease: int) -> bool:
         """Start a lease's time anew; return whether the lease still exists, because etcd raises no error for that."""
         request = self._rpc.LeaseKeepAliveRequest(ID=lease)
-
-        def keep_alive(client: Any) -> Any:
-            def call(request: Any, timeout: float, metadata: Any) -> Any:
-                return next(client.leasestub.LeaseKeepAlive(iter((request,)), timeout, metadata=metadata))
-
-            return call
-
-        return bool(self._call(keep_alive, request).TTL > 0)
+        return bool(self._call(lambda client: client.leasestub.LeaseKeepAlive, request).TTL > 0)
 
     def revoke(self, lease: int) -> None:
         """End a lease, which deletes its keys at once. A lease that has ended already is no error."""
@@ -228,5 +222,6 @@ class Etcd:
             if isinstance(judged, Transient):
                 judged.endpoint = settings.endpoints[index]
             raise judged from error
-        except ValueError as error:  # grpc: "Cannot invoke RPC on closed channel!": another thread called drop()
+        except (ValueError, RuntimeError) as error:
+            # "Cannot invoke RPC on closed channel!": another thread called drop(); or "can't start new thread".
             raise Transient(str(error)) from error

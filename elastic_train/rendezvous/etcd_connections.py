@@ -85,6 +85,16 @@ def serialized_descriptor(source: Path) -> bytes:
     raise UsageError(f"{source} is not of etcd3 0.12.0, the version that this package knows")
 
 
+def as_unary(client: Any, rpc: Any) -> None:
+    """Make the client's LeaseKeepAlive take one request and return one response, which is the same on the wire. As a
+    stream it needs threads of gRPC: where one cannot start, that call fails and every later one hangs."""
+    client.leasestub.LeaseKeepAlive = client.channel.unary_unary(
+        "/etcdserverpb.Lease/LeaseKeepAlive",
+        rpc.LeaseKeepAliveRequest.SerializeToString,
+        rpc.LeaseKeepAliveResponse.FromString,
+    )
+
+
 class Connections:
     """One etcd3 client per endpoint, made at its first use and shared by all threads."""
 
@@ -139,7 +149,7 @@ class Connections:
         settings = self.settings
         host, _, port = endpoint.rpartition(":")
         try:
-            return self.etcd3.client(
+            client = self.etcd3.client(
                 host,
                 int(port),
                 ca_cert=settings.ca,
@@ -150,6 +160,8 @@ class Connections:
                 password=settings.password(os.environ),
                 grpc_options=CONNECT_OPTIONS,
             )
+            as_unary(client, self.etcd3.etcdrpc)
+            return client
         except UsageError as error:
             if not self.has_answered:
                 raise

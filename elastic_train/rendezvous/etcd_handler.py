@@ -375,8 +375,8 @@ class AgentsHandler(RendezvousHandler):
                 self._keys.look(store)
                 self._arrive_for_the_dead()
                 self._welcome_newcomers()
-            except StoreUnreachable:
-                continue  # num_nodes_waiting() raises when that has lasted too long
+            except (StoreUnreachable, RuntimeError):  # an error of a TCPStore, or where no thread can be started
+                continue  # num_nodes_waiting() raises when etcd has been away for too long
             except (StoreRefused, LeftOut) as error:
                 self._why_over = str(error)
                 return

@@ -108,8 +108,7 @@ def open_job(
 def delete_job(etcd: Etcd, job: JobEntry, unless_below: Sequence[str] = ()) -> None:
     """Delete a job and all its keys, if it is still the run id's. A worker that wakes up in it can write nothing.
 
-    An agent calls this while its interpreter ends. Since Python 3.12 no thread starts then, and a call of gRPC with a
-    stream, as `Etcd.refresh`, would hang without one.
+    An agent calls this while its interpreter ends; since Python 3.12 no thread starts then.
 
     Args:
         unless_below: prefixes of the keys of living members; with such a key the job is kept.

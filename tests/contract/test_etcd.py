@@ -338,6 +338,27 @@ def test_a_lost_lease_is_no_silence(etcd: Etcd) -> None:
         EtcdStore(etcd, lease=lease).put("leased", "x")
 
 
+def test_a_lease_is_kept_where_no_thread_can_be_started(
+    trio: OwnEtcd, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at a limit of processes, or while the interpreter ends (Python 3.12)."""
+    lease, unconnected = etcd.grant(60), connect(trio.settings(), deadline=1.0)
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert etcd.refresh(lease)
+        with pytest.raises(StoreUnreachable, match="new thread"):
+            unconnected.get("key")
+    assert etcd.refresh(lease)
+    assert replace(unconnected, deadline=PATIENCE).get("key") is None
+    unconnected.connections.close()
+    etcd.revoke(lease)
+    assert not etcd.refresh(lease)
+
+
 def test_nothing_is_written_behind_a_guard_that_is_gone(etcd: Etcd) -> None:
     EtcdStore(etcd).put("guard", "stands")
     entry = etcd.get("guard")
@@ -474,6 +495,25 @@ def test_a_lease_that_is_lost_between_a_round_and_its_entry_costs_that_round(
         finally:
             for agent in agents:
                 agent.shutdown()
+
+
+def test_an_agent_keeps_its_lease_whatever_goes_wrong_in_one_turn(
+    trio: OwnEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no thread can be started for a call of gRPC."""
+    agent, turns = make_agent(trio, "threads"), list[str]()
+    keep = agent._lease.keep
+
+    def keep_after_one_error() -> None:
+        turns.append("turn")
+        if len(turns) == 1:
+            raise RuntimeError("can't start new thread")
+        keep()
+
+    monkeypatch.setattr(agent._lease, "keep", keep_after_one_error)
+    wait_until(lambda: len(turns) > 1 or not agent._keeper.is_alive(), "the next turn", PATIENCE)
+    assert agent._keeper.is_alive()
+    agent.shutdown()
 
 
 def test_an_agent_and_workers_of_one_run_id_have_a_job_each(trio: OwnEtcd) -> None:

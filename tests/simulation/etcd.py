@@ -155,11 +155,10 @@ class SimConnections(Connections):
         self._process, self._server, self._is_known = process, server, is_known
         self.clock, self.sleep = process.clock, process.sleep  # type: ignore[method-assign]
         self.kvstub = SimpleNamespace(Range=self._stub(server.range), Txn=self._stub(server.txn))
-        keep_alive = self._stub(server.keep_alive)
         self.leasestub = SimpleNamespace(
             LeaseGrant=self._stub(server.grant),
             LeaseRevoke=self._stub(server.revoke),
-            LeaseKeepAlive=lambda requests, *others, **named: iter([keep_alive(next(requests), *others, **named)]),
+            LeaseKeepAlive=self._stub(server.keep_alive),
         )
 
     def client(self) -> tuple[int, Any]:

@@ -47,12 +47,12 @@ class Near(Connections):
         self.server = server = EtcdServer(SimpleNamespace(kernel=SimpleNamespace(now=0.0, after=lambda *_: None)))  # type: ignore[arg-type]
         self.clock, self.sleep = lambda: self.now, self._pass  # type: ignore[method-assign]
         self.kvstub = SimpleNamespace(Range=self._stub(server.range), Txn=self._transact)
-        keep_alive = self._stub(server.keep_alive)
         self.leasestub = SimpleNamespace(
             LeaseGrant=self._stub(self._grant, is_slow=True),
             LeaseRevoke=self._stub(server.revoke),
-            LeaseKeepAlive=lambda requests, *_others, **_named: iter([keep_alive(next(requests))]),
+            LeaseKeepAlive=self._stub(server.keep_alive),
         )
+        self.channel = SimpleNamespace(unary_unary=lambda *_: self.leasestub.LeaseKeepAlive)
 
     def client(self) -> Any:
         return 0, self
