@@ -49,9 +49,9 @@ def pause(every: float, num_fruitless: int) -> float:
 
 
 def job_name(run_dir: Path) -> str:
-    """Return a name that only this run has: folders elsewhere may have the same name."""
+    """Return a name that only this run has: folders elsewhere may have the same name. To squeue a comma ends a name."""
     whole = run_dir.resolve()
-    return f"{whole.name}-{hashlib.sha256(bytes(whole)).hexdigest()[:8]}-node"
+    return f"{whole.name.replace(',', '_')}-{hashlib.sha256(bytes(whole)).hexdigest()[:8]}-node"
 
 
 def read_status(run_dir: Path) -> dict[str, Any] | None:

@@ -99,6 +99,11 @@ def test_runs_in_folders_of_one_name_have_jobs_of_their_own(tmp_path: Path) -> N
     assert AUTOSCALE.job_name(tmp_path / "a" / "x") == AUTOSCALE.job_name(tmp_path / "b" / ".." / "a" / "x")
 
 
+def test_a_job_is_found_by_its_name_whatever_the_folder_is_called(tmp_path: Path) -> None:
+    """squeue takes a list of names, with commas between them."""
+    assert "," not in AUTOSCALE.job_name(tmp_path / "lr=0.1,bs=64")
+
+
 def test_a_hiccup_of_slurm_does_not_end_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
