@@ -157,10 +157,23 @@ def test_a_job_that_has_saved_within_a_grace_time_starts_again(
     """Also one that was still being checked. The batch script gets no signal then: SLURM's answer shows it."""
     job = SlurmJob(nodes=nodes, setup="true", run_dir=str(tmp_path / "run"), is_checked=is_checked)
     seen = tmp_path / "requeued"
-    env = with_programs(tmp_path, srun=f"exit {code}", scontrol=ASKED) | {"PREEMPTED": preempted, "REQUEUED": str(seen)}
+    srun = f"touch {tmp_path}/run/slurm/7-n1.log; exit {code}"
+    env = with_programs(tmp_path, srun=srun, scontrol=ASKED) | {"PREEMPTED": preempted, "REQUEUED": str(seen)}
     done = subprocess.run(["bash"], input=write_script(job), text=True, timeout=60, check=False, env=env)
     assert done.returncode == code
     assert (seen.read_text().split() if seen.exists() else []) == requeued
+
+
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
+def test_a_job_of_which_no_node_could_start_its_task_is_no_success(nodes: str, tmp_path: Path) -> None:
+    """srun ends with 0 where no slurmd could open the log. The check's log may be there. A percent sign in the name of
+    the folder was such a case: to srun it begins a pattern."""
+    job = SlurmJob(nodes=nodes, setup="true", run_dir=str(tmp_path / "50%j"))
+    seen = tmp_path / "seen"
+    env = with_programs(tmp_path, srun=f'printf "%s\\n" "$@" >> {seen}; touch {tmp_path}/50%j/slurm/7-n1.check.log')
+    done = subprocess.run(["bash"], input=write_script(job), capture_output=True, text=True, timeout=60, env=env)
+    assert (done.returncode, "no node has started torchrun" in done.stdout) == (1, True), done.stderr
+    assert f"--output={tmp_path}/50%%j/slurm/%j-%N.log" in seen.read_text().splitlines()
 
 
 @pytest.mark.parametrize("nodes", ["2", "1:2"])
@@ -243,7 +256,8 @@ def test_a_loop_of_ones_own(words: list[str], nodes: str, tmp_path: Path, monkey
         path.write_text("import elastic_train\n")
     script = write_script(SlurmJob(nodes=nodes, flags=[*words, "--depth", "a b"], run_dir="run", setup="true"))
     seen = tmp_path / "seen"
-    env = with_programs(tmp_path, srun=f'case "$*" in *run*) printf "<%s>" "$@" >> {seen}; echo >> {seen};; esac')
+    srun = f'touch run/slurm/7-n1.log; case "$*" in *run*) printf "<%s>" "$@" >> {seen}; echo >> {seen};; esac'
+    env = with_programs(tmp_path, srun=srun)
     subprocess.run(["bash"], input=script, text=True, timeout=60, check=True, env=env)
     check, training = seen.read_text().splitlines()
     assert check.endswith("<--><--run-dir><run>")
