@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from elastic_train.runlog.reader import newest_first
+from elastic_train.runlog.reader import newest_first, worker_files
 
 _TAIL_BYTES = 64 * 1024
 """Bytes read from the end of a file at first: enough if its process has written nothing in those generations."""
@@ -14,7 +14,7 @@ _TAIL_BYTES = 64 * 1024
 def newest_steps(ledger_dir: Path, after: int) -> dict[int, int]:
     """The newest step with a line, for each generation later than `after`."""
     found: dict[int, int] = {}
-    for path in ledger_dir.glob("*.jsonl"):
+    for path in worker_files(ledger_dir):
         for generation, step in _later(path, after):
             found[generation] = max(step, found.get(generation, step))
     return found

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elastic_train.errors import RunDirectoryError, cause_of
+
 Line = dict[str, Any]
 TAIL_BYTES = 64 * 1024
 """Bytes read from the end of a file if only the newest lines are needed."""
@@ -29,6 +31,20 @@ def parse(raw: bytes) -> Line | None:
     except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) else None
+
+
+def worker_files(folder: Path) -> list[Path]:
+    """The files in `events/` or `ledger/`; none without such a folder.
+
+    Raises: RunDirectoryError: it cannot be listed. `glob` would take it for empty, and a start would begin anew.
+    """
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix == ".jsonl")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        what = f"{os.path.realpath(folder)} cannot be read: {cause_of(error)}"
+        raise RunDirectoryError(f"{what}; make it readable, or choose another run directory") from error
 
 
 def read_all(path: Path) -> list[Line]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_train.errors import SnapshotError, cause_of
-from elastic_train.runlog.reader import Line, read_all
+from elastic_train.runlog.reader import Line, read_all, worker_files
 from elastic_train.world import from_runs, to_runs
 
 
@@ -46,7 +46,7 @@ def read_past_snapshots(events_dir: Path) -> PastSnapshots:
     known: list[tuple[int, int, str]] = []
     reached: list[Reached] = []
     logged: set[int] = set()
-    for path in events_dir.glob("*.jsonl"):
+    for path in worker_files(events_dir):
         try:
             lines = read_all(path)
         except OSError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from elastic_train.errors import SnapshotDamaged, SnapshotDenied, SnapshotError, SnapshotUnread, cause_of
-from elastic_train.runlog.reader import Line, dict_of, int_of, newest_first, parse, time_of
+from elastic_train.runlog.reader import Line, dict_of, int_of, newest_first, parse, time_of, worker_files
 from elastic_train.storage.bucket import Bucket, BucketSnapshot
 from elastic_train.storage.bucket_owner import BucketOwner
 from elastic_train.storage.local_folder import LocalFolder
@@ -201,7 +201,7 @@ def folder_by(config: Line, run_dir: Path) -> Path:
 
 def _newest_config(run_dir: Path) -> Line:
     """The flags of the run's newest training; empty if there is no run."""
-    files = list((run_dir / "events").glob("*.jsonl"))
+    files = worker_files(run_dir / "events")
     trained = [path for path in files if any(int_of(line, "generation") is not None for line in newest_first(path))]
     starts = [line for path in trained or files for line in _head(path) if line.get("event") == "start"]
     return dict_of(max(starts, key=time_of, default={}), "config")

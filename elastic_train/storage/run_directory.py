@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from elastic_train.errors import NewerGeneration, RunDirectoryError, RunDirectoryGone
-from elastic_train.runlog.reader import int_of, newest_first, time_of
+from elastic_train.runlog.reader import int_of, newest_first, time_of, worker_files
 from elastic_train.storage.atomic_files import create_once, fsync_directory, make_folder, require_writable
 from elastic_train.storage.ownership import (
     CLAIM_LOCK,
@@ -235,6 +235,8 @@ class RunDirectory:
 
         A run with many joins has thousands of files. Once a step of the owner's generation is found, files that were
         last written long before it are skipped, because generations and steps only grow.
+
+        Raises: RunDirectoryError: the folder of the event files cannot be listed.
         """
         owner = None
         with contextlib.suppress(OSError):  # all files are read then
@@ -259,7 +261,7 @@ class RunDirectory:
 
     def _event_files(self) -> Iterator[tuple[float, Path]]:
         """Each event file with the time of its last write."""
-        for path in self.events_dir.glob("*.jsonl"):
+        for path in worker_files(self.events_dir):
             with contextlib.suppress(FileNotFoundError):  # moved aside
                 yield path.stat().st_mtime, path
 

@@ -29,6 +29,7 @@ from elastic_train.elastic.worker import make_directory
 from elastic_train.errors import OwnershipLost, RunDirectoryError, RunDirectoryGone, RunDirectoryInUse
 from elastic_train.storage import atomic_files, ownership
 from elastic_train.storage.atomic_files import require_writable, write_atomic
+from elastic_train.storage.past_snapshots import read_past_snapshots
 from elastic_train.storage.run_directory import SNAPSHOTS, RunDirectory, Traces
 from elastic_train.system import process_stat
 from tests.processes import freeze
@@ -632,6 +633,23 @@ def test_event_files_that_can_say_nothing_new_are_not_read(
     os.utime(old, (step_at - seconds_before, step_at - seconds_before))
     assert directory.traces().generation == found
     directory.ownership.release()
+
+
+def test_a_start_does_not_begin_anew_where_the_events_cannot_be_listed(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.events_dir.mkdir()
+    (directory.events_dir / "a.jsonl").write_text('{"event": "world", "generation": 7, "step": 90}\n')
+
+    def denied(path: Path) -> Iterator[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    monkeypatch.setattr(os, "scandir", denied)
+    told = f"{directory.events_dir} cannot be read: Permission denied; make it readable"
+    for read in (directory.traces, lambda: read_past_snapshots(directory.events_dir)):
+        with pytest.raises(RunDirectoryError, match=told):
+            read()
 
 
 def test_steps_that_a_restart_lost_are_lost_once() -> None:

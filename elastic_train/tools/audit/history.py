@@ -18,7 +18,7 @@ from pathlib import Path
 from elastic_train.errors import RunDirectoryError
 from elastic_train.observe.status import Status, missing, read_status
 from elastic_train.runlog.events import FINISHED
-from elastic_train.runlog.reader import Line, dict_of, int_of, read_json
+from elastic_train.runlog.reader import Line, dict_of, int_of, read_json, worker_files
 from elastic_train.storage.places import folder_by
 from elastic_train.storage.store_urls import is_url
 from elastic_train.tools.audit.lives import Clock, Clocks, LedgerLine, Life, Step, ledger_of, lives_of, of_one_run
@@ -332,14 +332,6 @@ def require_run(run_dir: Path) -> None:
         raise RunDirectoryError(f"{run_dir} holds no run: there is no events/ in it")
 
 
-def _files_in(folder: Path) -> list[Path]:
-    """The files of workers; none without such a folder. Raises: OSError: `glob` takes an unreadable one for empty."""
-    try:
-        return sorted(path for path in folder.iterdir() if path.suffix == ".jsonl")
-    except FileNotFoundError:
-        return []
-
-
 def read_history(run_dir: Path) -> History:
     """Read every file of a run. Takes a second per some hundred thousand lines.
 
@@ -354,7 +346,7 @@ def read_history(run_dir: Path) -> History:
         torn: list[str] = []
         drill = read_drill(run_dir)
         clocks = Clocks(is_one=drill is not None)
-        events, ledgers = (_files_in(run_dir / name) for name in ("events", "ledger"))
+        events, ledgers = (worker_files(run_dir / name) for name in ("events", "ledger"))
         lives = [life for path in events for life in lives_of(path, torn, clocks)]
         ledger = [line for path in ledgers for line in ledger_of(path, torn)]
     except OSError as error:

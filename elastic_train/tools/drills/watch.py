@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic_train.runlog.events import FINISHED
-from elastic_train.runlog.reader import Cursor, Line, float_of, member_of
+from elastic_train.runlog.reader import Cursor, Line, float_of, member_of, worker_files
 
 
 @dataclass
@@ -44,7 +44,7 @@ class RunWatch:
 
     def poll(self) -> None:
         """Read what was written since the last call."""
-        for path in (self.run_dir / "events").glob("*.jsonl"):
+        for path in worker_files(self.run_dir / "events"):
             member = member_of(path)
             self.names.add(member)
             for line in self._cursors.setdefault(path, Cursor(path)).read():
