@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_train.rendezvous.etcd_settings import EtcdSettings
-from elastic_train.tools.drills.etcd_cluster import HEALTHY_SECONDS, EtcdCallFailed, EtcdCluster, EtcdMember
-from elastic_train.tools.drills.nodes import wait_until
+from elastic_train.tools.drills.etcd_cluster import HEALTHY_SECONDS, EtcdCluster, EtcdMember
+from elastic_train.tools.drills.nodes import CommandFailed, wait_until
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def replace_data(cluster: EtcdCluster, member: EtcdMember) -> None:
 
     def change(*command: str) -> str:
         """Refused until the others have been in touch for 5 s; what did not answer may have been done."""
-        with contextlib.suppress(EtcdCallFailed):
+        with contextlib.suppress(CommandFailed):
             cluster.ctl("member", *command, endpoint=other.endpoint)
         return cluster.ctl("member", "list", endpoint=other.endpoint)
 

@@ -23,13 +23,11 @@ from elastic_train.tools.drills import conductor as conductor_module
 from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
 from elastic_train.tools.drills.conductor import Conductor
 from elastic_train.tools.drills.drill import _Ends, _judge
-from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed
 from elastic_train.tools.drills.faults import Hang
 from elastic_train.tools.drills.injection import Fault, NotInjected
 from elastic_train.tools.drills.jobs import JOBS
 from elastic_train.tools.drills.live import Timeline
-from elastic_train.tools.drills.network import NetworkError
-from elastic_train.tools.drills.nodes import TooSlow
+from elastic_train.tools.drills.nodes import CommandFailed, TooSlow
 from elastic_train.tools.drills.schedule import Planned, Settings
 from elastic_train.tools.drills.watch import SeenWorld
 
@@ -99,14 +97,13 @@ def recorded(run_dir: Path) -> FaultRecord:
         NotInjected("it did not stop"),
         psutil.NoSuchProcess(7),
         psutil.AccessDenied(7),
-        NetworkError("tc: no such qdisc"),
-        EtcdCallFailed("etcdctl hangs"),
+        CommandFailed("etcdctl hangs"),
         TooSlow("no end of the killed processes"),
     ],
     ids=lambda error: type(error).__name__,
 )
 def test_what_was_done_in_part_is_undone(tmp_path: Path, conductor: Conductor, error: Exception) -> None:
-    fault = half_done(conductor, error=error, undo_error=NetworkError("no such link"))
+    fault = half_done(conductor, error=error, undo_error=CommandFailed("no such link"))
     conductor._inject(fault)
     assert fault.num_undone == 1
     assert conductor._cluster.places[0].effect is None
@@ -148,7 +145,7 @@ def test_what_passes_lasts_from_when_it_was_in_force(conductor: Conductor) -> No
 
 
 def test_what_cannot_be_undone_is_told_and_not_tried_again(tmp_path: Path, conductor: Conductor) -> None:
-    fault = injected(conductor, undo_error=EtcdCallFailed("no member leads"))
+    fault = injected(conductor, undo_error=CommandFailed("no member leads"))
     fault.recovered_at = fault.injected_at - 10.0
     conductor._follow(fault)
     conductor._follow(fault)

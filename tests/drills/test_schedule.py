@@ -14,7 +14,8 @@ from elastic_train.tools.drills.catalogue import FAULTS
 from elastic_train.tools.drills.drill_command import num_steps, settings_of
 from elastic_train.tools.drills.environment_faults import DiskFull
 from elastic_train.tools.drills.jobs import JOBS, SLOW_FROM
-from elastic_train.tools.drills.network import Network, NetworkError
+from elastic_train.tools.drills.network import Network
+from elastic_train.tools.drills.nodes import CommandFailed
 from elastic_train.tools.drills.schedule import (
     DEFAULT_FAULTS,
     Planned,
@@ -167,7 +168,7 @@ def test_where_there_are_no_namespaces_the_drill_says_why(monkeypatch: pytest.Mo
 @pytest.mark.skipif(Network.why_not() is not None, reason=f"no network namespaces: {Network.why_not()}")
 def test_what_the_machine_cannot_do_to_a_network_is_refused_and_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(network: Network, *_: object) -> None:
-        raise NetworkError("Specified qdisc kind is unknown")
+        raise CommandFailed("Specified qdisc kind is unknown")
 
     missing = {"drop_some": "packet-loss", "slow_down": "slow-link"}
     for method, fault in missing.items():

@@ -13,11 +13,9 @@ from elastic_train.observe.status import read_status
 from elastic_train.tools.audit.record import Record
 from elastic_train.tools.drills.catalogue import FAULTS
 from elastic_train.tools.drills.cluster import Cluster, Place
-from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed
 from elastic_train.tools.drills.injection import Fault, NotInjected
 from elastic_train.tools.drills.live import Timeline
-from elastic_train.tools.drills.network import NetworkError
-from elastic_train.tools.drills.nodes import TooSlow
+from elastic_train.tools.drills.nodes import CommandFailed, TooSlow
 from elastic_train.tools.drills.schedule import Settings
 from elastic_train.wording import count, duration
 
@@ -27,7 +25,7 @@ PRECONDITION_LIMIT_SECONDS = 300.0
 END_LIMIT_SECONDS = 600.0
 FIRST_REST_SECONDS, REST_SECONDS = 10.0, 60.0
 """until the first line about the job's way to its end, and between two such lines"""
-TROUBLE = (NotInjected, NetworkError, EtcdCallFailed, TooSlow, psutil.Error)
+TROUBLE = (NotInjected, CommandFailed, TooSlow, psutil.Error)
 """errors by which an injection may fail without ending the drill"""
 
 

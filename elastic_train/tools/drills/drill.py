@@ -20,7 +20,7 @@ from elastic_train.tools.drills.backends import backend_of
 from elastic_train.tools.drills.cluster import Cluster
 from elastic_train.tools.drills.conductor import Conductor, DrillFailed
 from elastic_train.tools.drills.live import Timeline
-from elastic_train.tools.drills.network import Network, NetworkError
+from elastic_train.tools.drills.network import Network
 from elastic_train.tools.drills.reference import ReferenceFailed, undisturbed
 from elastic_train.tools.drills.replay import Replay
 from elastic_train.tools.drills.schedule import Settings
@@ -48,7 +48,7 @@ def run_drill(settings: Settings) -> bool:
     """Run a drill and audit it; return whether the audit passed. Blocks for the whole drill.
 
     Raises:
-        DrillFailed: the job did not start, or this machine lacks something.
+        DrillFailed: the job did not start. CommandFailed, EtcdMissing: this machine lacks something.
     """
     with _Ends() as ends:
         try:
@@ -62,8 +62,6 @@ def run_drill(settings: Settings) -> bool:
                 network = Network(settings.num_nodes)
                 ends.callback(network.close)
             _conduct(settings, record, network, ends)
-        except NetworkError as error:
-            raise DrillFailed(str(error)) from error
         except INTERRUPTIONS:
             record.add_setting(interrupted=True)
             print(f"interrupted; ending its nodes; what they wrote is in {settings.run_dir}", flush=True)

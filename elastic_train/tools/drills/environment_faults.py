@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
 from elastic_train.tools.drills.backends import Etcd3
 from elastic_train.tools.drills.cluster import NodeState, Place
-from elastic_train.tools.drills.etcd_cluster import EtcdCallFailed, EtcdCluster, EtcdMember
+from elastic_train.tools.drills.etcd_cluster import EtcdCluster, EtcdMember
 from elastic_train.tools.drills.injection import RANK_ZERO, Absence, Disturbance, NotInjected, Silence
 from elastic_train.tools.drills.network import Network
-from elastic_train.tools.drills.nodes import wait_until
+from elastic_train.tools.drills.nodes import CommandFailed, output_of, wait_until
 
 LOST_SHARE = 0.2
 SLOW_RATE = "2mbit"
@@ -139,7 +138,7 @@ class DiskFull(Disturbance):
         return str(self.cluster.wait_until(warning, "snapshot was due", SNAPSHOT_SECONDS))
 
     def undo(self) -> None:
-        with suppress(NotInjected):  # the node may be gone; `is_cleared` checks whether there is room
+        with suppress(NotInjected, CommandFailed):  # the node may be gone; `is_cleared` checks whether there is room
             self._in_mounts("umount", "--lazy", str(self.cluster.run_dir / "snapshots"))
 
     def is_cleared(self) -> bool:
@@ -147,12 +146,10 @@ class DiskFull(Disturbance):
         return any(info.step > (self.undone_at_step or 0) for info in self.newest_snapshots()[:1])
 
     def _in_mounts(self, *command: str) -> None:
-        """Run a command in the target's mount namespace. Raises: NotInjected with the command's error."""
+        """Run a command in the target's mount namespace. Raises: NotInjected: it has no worker. CommandFailed."""
         # `umount` reads /proc, which needs the pid namespace too.
         prefix = ["nsenter", "--mount", "--pid", f"--target={self.workers()[0].pid}"]
-        done = subprocess.run([*prefix, *command], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise NotInjected(f"{' '.join(command)}: {done.stderr.strip()}")
+        output_of([*prefix, *command], what=" ".join(command))
 
 
 class KillEtcd(Disturbance):
@@ -173,7 +170,7 @@ class KillEtcd(Disturbance):
     def choose(self) -> list[Place]:
         try:
             self._member = self.choose_member()
-        except EtcdCallFailed as error:
+        except CommandFailed as error:
             raise NotInjected(str(error)) from error
         self.detail = f"etcd member {self._member.name}"
         return []

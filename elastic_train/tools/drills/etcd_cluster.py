@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_train.errors import ElasticTrainError
-from elastic_train.tools.drills.nodes import TooSlow, dying_with_parent, free_port, wait_until
+from elastic_train.tools.drills.nodes import CommandFailed, TooSlow, dying_with_parent, free_port, output_of, wait_until
 
 HEALTHY_SECONDS = 60.0
 
@@ -22,10 +21,6 @@ HOST = "127.0.0.1"
 
 class EtcdMissing(ElasticTrainError):
     """etcd or etcdctl is not installed on this machine."""
-
-
-class EtcdCallFailed(ElasticTrainError):
-    """etcdctl failed; the message has its error."""
 
 
 def find_program(name: str) -> str:
@@ -140,7 +135,7 @@ class EtcdCluster:
 
     def is_healthy(self, member: EtcdMember) -> bool:
         """Return whether a member serves requests; blocks up to 2 seconds."""
-        with contextlib.suppress(EtcdCallFailed):
+        with contextlib.suppress(CommandFailed):
             self.ctl("endpoint", "health", endpoint=member.endpoint, timeout=2.0)
             return True
         return False
@@ -151,33 +146,26 @@ class EtcdCluster:
         return ",".join(member.endpoint for member in self.members)
 
     def leader(self) -> EtcdMember:
-        """Return the current leader; all members must answer. Raises EtcdCallFailed: one does not, or none leads."""
+        """Return the current leader; all members must answer. Raises CommandFailed: one does not, or none leads."""
         for member in self.members:
             own_id, its_leader = self.ids(member)
             if own_id == its_leader:
                 return member
-        raise EtcdCallFailed("no member leads")
+        raise CommandFailed("no member leads")
 
     def ids(self, member: EtcdMember) -> tuple[int, int]:
-        """Ask a member for its id in etcd, and for that of its leader. Raises EtcdCallFailed."""
+        """Ask a member for its id in etcd, and for that of its leader. Raises CommandFailed."""
         out = self.ctl("endpoint", "status", "--write-out=json", endpoint=member.endpoint)
         status = json.loads(out)[0]["Status"]
         return int(status["header"]["member_id"]), int(status["leader"])
 
     def ctl(self, *arguments: str, endpoint: str | None = None, timeout: float = 10.0) -> str:
-        """Run etcdctl and return its output. Blocks little longer than `timeout` seconds. Raises EtcdCallFailed."""
-        command = [find_program("etcdctl"), "--endpoints", endpoint or self.endpoint, f"--command-timeout={timeout}s"]
-        environment = os.environ | {"ETCDCTL_API": "3"}
-        try:
-            done = subprocess.run(
-                [*self._prefix, *command, *self._ctl_flags, *arguments],
-                capture_output=True, text=True, timeout=timeout + 20, env=environment, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            raise EtcdCallFailed(f"etcdctl {' '.join(arguments)} hangs") from error
-        if done.returncode != 0:
-            raise EtcdCallFailed(f"etcdctl {' '.join(arguments)}: {done.stderr.strip()}")
-        return done.stdout
+        """Run etcdctl and return its output. Blocks little longer than `timeout` seconds. Raises CommandFailed."""
+        command = [
+            *self._prefix, "env", "ETCDCTL_API=3", find_program("etcdctl"), "--endpoints", endpoint or self.endpoint,
+            f"--command-timeout={timeout}s", *self._ctl_flags, *arguments,
+        ]  # fmt: skip
+        return output_of(command, what=f"etcdctl {' '.join(arguments)}", timeout=timeout + 20)
 
     def keys(self) -> list[str]:
         """Every key in the cluster."""

@@ -20,6 +20,9 @@ from pathlib import Path
 
 import psutil
 
+from elastic_train.errors import first_line
+from elastic_train.tools.drills.nodes import CommandFailed, output_of
+
 SUBNET = "10.77.0"
 HUB_ADDRESS = f"{SUBNET}.1"
 NAMESPACES = Path("/run/netns")
@@ -36,17 +39,13 @@ _ENTER = (
 )
 
 
-class NetworkError(Exception):
-    """A command of the network failed; the message has the command and its error."""
-
-
 class Network:
     """The namespaces of one drill; `close` removes them all."""
 
     def __init__(self, num_nodes: int, aliases: Sequence[str] = ()) -> None:
         """`aliases` are further names of the first nodes, one each.
 
-        Raises NetworkError if this machine does not allow it; nothing is left then.
+        Raises CommandFailed if this machine does not allow it; nothing is left then.
         """
         self._prefix = f"{PREFIX}{os.getpid()}"
         self._made: list[str] = []
@@ -74,7 +73,7 @@ class Network:
             return f"no {' and '.join(missing)} here"
         if os.geteuid() != 0:
             return "neither root, nor in a user namespace that allows them (unshare --user --map-root-user --net)"
-        return Network.why_no(lambda network: _run([*network.node_prefix(0), "true"]))
+        return Network.why_no(lambda network: output_of([*network.node_prefix(0), "true"]))
 
     @classmethod
     def why_no(cls, injection: Callable[[Network], object]) -> str | None:
@@ -83,8 +82,8 @@ class Network:
         try:
             with contextlib.closing(cls(1)) as network:
                 injection(network)
-        except NetworkError as error:
-            return str(error)
+        except CommandFailed as error:
+            return first_line(error)
         return None
 
     def hub_prefix(self) -> list[str]:
@@ -143,7 +142,7 @@ class Network:
         self.plug_in(index)
         _ip("-n", self._name(index), "neigh", "flush", "dev", "eth0", "nud", "permanent")
         for command in self._shaped.pop(index, []):
-            _run(command)
+            output_of(command)
 
     def can_reach(self, index: int, address: str = HUB_ADDRESS, *, seconds: float = 1.0) -> bool:
         """Return whether a TCP connection attempt of the node gets an answer, if only an RST, within `seconds`."""
@@ -197,14 +196,14 @@ class Network:
     def _shape(self, index: int, counted: str, which: int | str, device: str, *how: str) -> Callable[[], int]:
         """Set the queueing discipline of a device's output, until `heal(index)`; return what reads a count of it."""
         at = ("dev", device, "root")
-        _run(self._inside(which, "tc", "qdisc", "add", *at, *how))
+        output_of(self._inside(which, "tc", "qdisc", "add", *at, *how))
         self._shaped.setdefault(index, []).append(self._inside(which, "tc", "qdisc", "del", *at))
         show = self._inside(which, "tc", "-s", "qdisc", "show", "dev", device)
-        return lambda: sum(map(int, re.findall(rf"{counted} (\d+)", _run(show))))
+        return lambda: sum(map(int, re.findall(rf"{counted} (\d+)", output_of(show))))
 
 
 def _ip(*arguments: str) -> None:
-    _run(["ip", *arguments])
+    output_of(["ip", *arguments])
 
 
 def _delete_leftovers() -> None:
@@ -213,18 +212,6 @@ def _delete_leftovers() -> None:
         pid = path.name.removeprefix(PREFIX).partition("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             _quiet(["ip", "netns", "del", path.name])
-
-
-def _run(command: Sequence[str]) -> str:
-    """Run a command and return its output. Raises NetworkError."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise NetworkError(f"{' '.join(command)}: {error.strerror}") from error
-    if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise NetworkError(f"{' '.join(command)}: {said[0] if said else f'exit code {done.returncode}'}")
-    return done.stdout
 
 
 def _quiet(command: Sequence[str]) -> int:

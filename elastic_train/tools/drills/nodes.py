@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from elastic_train.errors import ElasticTrainError
+from elastic_train.errors import ElasticTrainError, cause_of
 from elastic_train.world import host_name
 
 DROPPED_VARIABLES = (
@@ -40,6 +40,10 @@ PORTS = (15000, 32000)
 
 class TooSlow(ElasticTrainError):
     """A condition did not come true in time."""
+
+
+class CommandFailed(ElasticTrainError):
+    """A command failed; the message has the command and its error."""
 
 
 class Node:
@@ -208,6 +212,21 @@ def wait_until(condition: Callable[[], Any], what: str, timeout: float = 60.0) -
         if time.monotonic() > deadline:
             raise TooSlow(f"no {what} within {timeout:.0f} s")
         time.sleep(0.02)
+
+
+def output_of(command: Sequence[str], *, what: str | None = None, timeout: float | None = None) -> str:
+    """Run a command and return its output. `what` is its name in errors. Raises CommandFailed."""
+    name = what or " ".join(command)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise CommandFailed(f"{name} hangs") from error
+    except OSError as error:
+        raise CommandFailed(f"{name}: {cause_of(error)}") from error
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip()
+        raise CommandFailed(f"{name}: {said or f'exit code {done.returncode}'}")
+    return done.stdout
 
 
 def clean_environment() -> dict[str, str]:
