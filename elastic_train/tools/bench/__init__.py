@@ -1,7 +1,6 @@
 """Benchmarks: ours against what a good user would write by hand, interleaved in one run.
 
-One module per benchmark, imported only when it is run. Each has a `run(quick) -> dict` with the keys of
-`elastic-train bench --json`, as `table.report` makes them.
+One module per benchmark, imported only when it is run. Each has a function `(quick) -> rows`, of the table in table.py.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ BENCHMARKS = {
 
 
 def run(name: str, quick: bool) -> dict[str, Any]:
-    """Run the benchmark `name`, one of BENCHMARKS. Blocks for seconds (quick) to minutes."""
-    report: dict[str, Any] = pkgutil.resolve_name(BENCHMARKS[name])(quick)
-    return report
+    """Run the benchmark `name`, one of BENCHMARKS, and report it. Blocks for seconds (quick) to minutes."""
+    from elastic_train.tools.bench.table import report
+
+    return report(name, pkgutil.resolve_name(BENCHMARKS[name])(quick))

@@ -26,14 +26,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import TCPStore
 
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.lives import Step
 from elastic_train.tools.audit.record import Record
-from elastic_train.tools.bench import table
 from elastic_train.tools.bench.recovery_time import ENDLESS
 from elastic_train.tools.bench.table import BenchRow
 from elastic_train.tools.drills.backends import C10d, Etcd3, backend_of
@@ -117,17 +115,14 @@ class Torchft(C10d):
         return [sys.executable, "-m", RIVALS, "replicas", lighthouse, str(number), str(num_nodes)]
 
 
-def run(quick: bool) -> dict[str, Any]:
+def run(quick: bool) -> list[BenchRow]:
     """Measure goodput. Quick: a minute and a half, only ours beside the limits; else a quarter of an hour."""
-    return table.report("goodput", measure_all(QUICK if quick else THOROUGH, with_rivals=not quick))
-
-
-def measure_all(num_deaths: int, with_rivals: bool) -> list[BenchRow]:
+    num_deaths = QUICK if quick else THOROUGH
     with tempfile.TemporaryDirectory(prefix="elastic-train-bench-") as scratch:
         folder = Path(scratch)
         ours = {name: measure(backend_of(name, None), folder / name, num_deaths) for name in (C10d.name, Etcd3.name)}
         rows = [row(name, found, "the limit", LIMIT) for name, found in ours.items()]
-        if not with_rivals:
+        if quick:
             return rows
         rivals: list[Restarts | Torchft] = [Restarts(None)]
         if Torchft.is_installed():

@@ -39,7 +39,6 @@ from elastic_train.config import Config
 from elastic_train.errors import ElasticTrainError
 from elastic_train.observe import reporting
 from elastic_train.stopping import die_with_parent
-from elastic_train.tools.bench import table
 from elastic_train.tools.bench.loops import OurLoop, PlainLoop, SmallSynthetic
 from elastic_train.tools.bench.table import BenchRow
 from elastic_train.training.planned_steps import steps_per_epoch
@@ -144,17 +143,17 @@ def cuda_cases_for(world_size: int) -> list[LoopCase]:
     ]
 
 
-def run(quick: bool) -> dict[str, Any]:
+def run(quick: bool) -> list[BenchRow]:
     """Measure the bundled loop in worlds of one and two workers, one thread each, and an own loop in worlds of one to
     three; if there are GPUs, also both on one to three of these. Quick: about four minutes; else about twenty."""
-    rows = []
+    rows = list[BenchRow]()
     for world_size in range(1, min(torch.cuda.device_count(), 3) + 1):
         rows += measure(cuda_cases_for(world_size), QUICK if quick else THOROUGH)
     for world_size in (1, 2):
         rows += measure(cases_for(world_size), QUICK if quick else THOROUGH)
     for world_size in (1, 2, 3):
         rows += measure(item_cases_for(world_size), QUICK if quick else ITEMS)
-    return table.report("loop", rows)
+    return rows
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

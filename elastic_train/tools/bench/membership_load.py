@@ -26,7 +26,6 @@ from elastic_train.protocol.agreement import Decision
 from elastic_train.protocol.laws import Voters
 from elastic_train.protocol.liveness import ping_interval
 from elastic_train.protocol.store import NUM_PROPOSERS
-from elastic_train.tools.bench import table
 from elastic_train.tools.bench.members import PEER_TIMEOUT, Crew, Sent, interval_for
 from elastic_train.tools.bench.table import BenchRow
 from elastic_train.world import Address, Member, to_json
@@ -56,9 +55,9 @@ Found: TypeAlias = Mapping[str, tuple[float, float]]
 """what was measured at one size, by MEASURED: the mean and the busiest member, for seconds the same number twice"""
 
 
-def run(quick: bool) -> dict[str, Any]:
+def run(quick: bool) -> list[BenchRow]:
     """Measure all sizes. Quick: half a minute; else some minutes."""
-    return table.report("membership", rows_of(measure_all(QUICK if quick else THOROUGH, QUIET_SECONDS)))
+    return rows_of(measure_all(QUICK if quick else THOROUGH, QUIET_SECONDS))
 
 
 def measure_all(sizes: Sequence[int], seconds: float) -> dict[int, Found]:

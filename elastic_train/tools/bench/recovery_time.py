@@ -32,7 +32,6 @@ from typing import Any
 from elastic_train.errors import ElasticTrainError
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.audit.record import Record
-from elastic_train.tools.bench import table
 from elastic_train.tools.bench.table import BenchRow
 from elastic_train.tools.drills.backends import C10d, Etcd3, backend_of
 from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
@@ -95,17 +94,13 @@ LARGE = RecoveryCase(3, 1, 5, limit=2.0, worst=4.0, flags=LARGE_FLAGS, join_limi
 THOROUGH = {C10d.name: (THREE, ENDPOINT, SILENT, EIGHT, LARGE), Etcd3.name: (THREE, EIGHT)}
 
 
-def run(quick: bool) -> dict[str, Any]:
-    """Measure recovery under c10d. Quick: a minute or two; else about ten."""
-    return table.report("recovery", measure_all(C10d.name, quick))
-
-
-def run_etcd(quick: bool) -> dict[str, Any]:
+def run_etcd(quick: bool) -> list[BenchRow]:
     """Measure recovery with an etcd cluster of three members, which it starts."""
-    return table.report("recovery-etcd", measure_all(Etcd3.name, quick))
+    return run(quick, Etcd3.name)
 
 
-def measure_all(backend: str, quick: bool) -> list[BenchRow]:
+def run(quick: bool, backend: str = C10d.name) -> list[BenchRow]:
+    """Measure recovery. Quick: a minute or two; else about ten."""
     cases = THOROUGH[backend]
     if quick:
         cases = tuple(replace(case, kills=3) for case in cases if case.workers == 1 and not case.flags)

@@ -34,7 +34,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_train.stopping import die_with_parent
-from elastic_train.tools.bench.table import BenchRow, report
+from elastic_train.tools.bench.table import BenchRow
 from elastic_train.training.models import build_model
 from elastic_train.training.ordered import OrderedReduction
 from elastic_train.training.reduction import Share
@@ -81,7 +81,7 @@ CASES = (
 )
 
 
-def run(quick: bool) -> dict[str, object]:
+def run(quick: bool) -> list[BenchRow]:
     """Measure worlds of two and four workers on this machine, one thread each. Quick: about a minute."""
     rows: list[BenchRow] = []
     for world_size in (2, 4):
@@ -90,7 +90,7 @@ def run(quick: bool) -> dict[str, object]:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             spawn(_work, args=(world_size, store.port, quick, out), nprocs=world_size)  # type: ignore[no-untyped-call]
             rows += [BenchRow(**values) for values in json.loads((out / "rows.json").read_text())]
-    return report("reduction", rows)
+    return rows
 
 
 def local_world(rank: int, world_size: int) -> World:

@@ -35,7 +35,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from elastic_train.errors import ElasticTrainError, SnapshotError
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.system import num_cores
-from elastic_train.tools.bench import table
 from elastic_train.tools.bench.table import BenchRow
 from elastic_train.training.state_hash import hash_of
 
@@ -86,9 +85,9 @@ class SnapshotEffort:
 QUICK, THOROUGH = SnapshotEffort(120_000_000, 1, 2), SnapshotEffort(1_200_000_000, 3, 3)
 
 
-def run(quick: bool) -> dict[str, Any]:
+def run(quick: bool) -> list[BenchRow]:
     """Measure the cost of a snapshot for each way of saving."""
-    return table.report("snapshot", rows_of(measure_all(QUICK if quick else THOROUGH)))
+    return rows_of(measure_all(QUICK if quick else THOROUGH))
 
 
 def measure_all(effort: SnapshotEffort) -> dict[str, list[Cost]]:

@@ -21,11 +21,9 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
 
 from elastic_train.errors import ElasticTrainError
 from elastic_train.tools.audit.history import read_history
-from elastic_train.tools.bench import table
 from elastic_train.tools.bench.recovery_time import MIN_STEPS, SETTLE_SECONDS, first_step_after, training_nodes
 from elastic_train.tools.bench.table import BenchRow
 from elastic_train.tools.drills.cluster import Cluster, Place
@@ -73,10 +71,10 @@ class JoinTimes:
         return sum(self.phases.values())
 
 
-def run(quick: bool) -> dict[str, Any]:
+def run(quick: bool) -> list[BenchRow]:
     """Measure joins. Quick: about two minutes; else about six."""
     with tempfile.TemporaryDirectory(prefix="elastic-train-bench-") as scratch:
-        return table.report("startup", rows_of(measure(QUICK if quick else THOROUGH, Path(scratch) / "run")))
+        return rows_of(measure(QUICK if quick else THOROUGH, Path(scratch) / "run"))
 
 
 def rows_of(joins: Sequence[JoinTimes]) -> list[BenchRow]:
