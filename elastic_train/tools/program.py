@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_train.errors import UsageError
@@ -13,29 +11,13 @@ from elastic_train.rendezvous.command_line import launches_elastic_train
 FORCED = "ELASTIC_TRAIN"
 """in the environment, `1` makes torchrun's agent treat any program as one that uses elastic_train"""
 
-
-@dataclass(frozen=True)
-class LaunchedProgram:
-    """A program as torchrun takes it."""
-
-    words: tuple[str, ...] = ("-m", "elastic_train")
-    """`script.py`, or `-m module`"""
-
-    @property
-    def is_bundled(self) -> bool:
-        return self == BUNDLED_PROGRAM
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variables that its agents and workers need besides a clean environment."""
-        return {FORCED: "1"} if os.environ.get(FORCED) == "1" else {}
+Program = tuple[str, ...]
+"""as torchrun takes it: `script.py`, or `-m module`"""
+BUNDLED_PROGRAM: Program = ("-m", "elastic_train")
 
 
-BUNDLED_PROGRAM = LaunchedProgram()
-
-
-def read_program(given: Sequence[str], environ: Mapping[str, str]) -> tuple[LaunchedProgram, list[str]]:
-    """Split the words after `--` into a program, if they begin with one as torchrun takes it, and its flags.
+def read_program(given: Sequence[str], environ: Mapping[str, str]) -> tuple[Program, list[str]]:
+    """Split the words after `--` into a program, if they begin with one, and its flags.
 
     Raises:
         UsageError: there is no such script or module, or it does not use elastic_train.
@@ -45,17 +27,17 @@ def read_program(given: Sequence[str], environ: Mapping[str, str]) -> tuple[Laun
     length = 2 if given[0].startswith("-") else 1
     if len(given) < length:
         raise UsageError(f"{given[0]}: name the module that torchrun is to run")
-    program, flags = LaunchedProgram(("-m", given[1]) if length == 2 else (given[0],)), list(given[length:])
-    if not program.is_bundled:
+    program: Program = ("-m", given[1]) if length == 2 else (given[0],)
+    if program != BUNDLED_PROGRAM:
         _require_ours(program, environ)
-    return program, flags
+    return program, list(given[length:])
 
 
-def _require_ours(program: LaunchedProgram, environ: Mapping[str, str]) -> None:
-    name = program.words[-1]
-    if len(program.words) == 1 and not Path(name).is_file():
+def _require_ours(program: Program, environ: Mapping[str, str]) -> None:
+    name = program[-1]
+    if len(program) == 1 and not Path(name).is_file():
         raise UsageError(f"{name}: there is no such script in {Path.cwd()} (flags of the worker begin with --)")
-    if not launches_elastic_train(program.words, environ):
+    if not launches_elastic_train(program, environ):
         raise UsageError(
             f"{name} does not import elastic_train: give a script that passes its training function to "
             f"elastic_train.run; where a module further down imports it, set {FORCED}=1"

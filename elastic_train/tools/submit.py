@@ -15,7 +15,7 @@ from pathlib import Path
 from elastic_train.config import check_number, check_task_stands_alone, parse, task_of
 from elastic_train.errors import ElasticTrainError, UsageError
 from elastic_train.rendezvous.etcd_settings import parse_endpoints, require_known
-from elastic_train.tools.program import read_program
+from elastic_train.tools.program import BUNDLED_PROGRAM, read_program
 
 SCRIPTS = Path(__file__).parent / "data"
 """the scripts of deploy/slurm, so that they come with an installation too"""
@@ -58,7 +58,7 @@ def write_script(job: SlurmJob) -> str:
     is_fixed = fewest is None
     program, flags = read_program(job.flags, os.environ)
     _check(job, is_fixed)
-    _check_flags(flags, is_bundled=program.is_bundled)
+    _check_flags(flags, is_bundled=program == BUNDLED_PROGRAM)
     if job.allocate and job.allocate < (fewest or 1) and not job.etcd:
         raise UsageError(
             f"--allocate {job.allocate}: training starts with {fewest} nodes, and another job joins only with --etcd"
@@ -85,8 +85,8 @@ def write_script(job: SlurmJob) -> str:
     for name, text in variables.items():
         if text is not None:
             script = set_variable(script, name, shlex.quote(text) if text else "")
-    if not program.is_bundled:
-        script = set_variable(script, "PROGRAM", f"({shlex.join(program.words)})")
+    if program != BUNDLED_PROGRAM:
+        script = set_variable(script, "PROGRAM", f"({shlex.join(program)})")
     return set_variable(script, "FLAGS", f"({shlex.join(flags)})") if flags else script
 
 

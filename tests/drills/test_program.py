@@ -10,7 +10,8 @@ import pytest
 from elastic_train.cli import make_parser
 from elastic_train.errors import UsageError
 from elastic_train.tools.drills.drill_command import settings_of
-from elastic_train.tools.program import BUNDLED_PROGRAM, LaunchedProgram, read_program
+from elastic_train.tools.drills.nodes import clean_environment
+from elastic_train.tools.program import BUNDLED_PROGRAM, read_program
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
     ],
 )
 def test_a_program_is_told_from_flags(given: list[str], words: tuple[str, ...], flags: list[str]) -> None:
-    assert read_program(given, {}) == (LaunchedProgram(words), flags)
+    assert read_program(given, {}) == (words, flags)
 
 
 @pytest.mark.parametrize(
@@ -56,13 +57,13 @@ def test_what_cannot_be_drilled_is_refused(given: list[str], message: str) -> No
 
 def test_a_script_whose_modules_use_us_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELASTIC_TRAIN", "1")
-    found = settings_of(parsed("--", "plain.py"))
-    assert found.program.environment == {"ELASTIC_TRAIN": "1"}, "its nodes must be told, too"
+    assert settings_of(parsed("--", "plain.py")).program == ("plain.py",)
+    assert clean_environment()["ELASTIC_TRAIN"] == "1", "its nodes must be told, too"
 
 
 def test_a_script_is_given_what_every_training_takes() -> None:
     found = settings_of(parsed("--nodes", "3", "--", "mine.py", "--rows", "7", "--peer-timeout=3"))
-    assert (found.program, found.last_step) == (LaunchedProgram(("mine.py",)), None)
+    assert (found.program, found.last_step) == (("mine.py",), None)
     assert found.flags == [
         "--ledger", "--no-progress", "--peer-timeout", "5", "--snapshot-every", "100", "--rows", "7",
         "--peer-timeout=3",

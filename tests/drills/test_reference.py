@@ -8,7 +8,6 @@ import pytest
 
 from elastic_train.tools.drills import reference
 from elastic_train.tools.drills.reference import ReferenceFailed, undisturbed
-from elastic_train.tools.program import LaunchedProgram
 
 SCRIPT = """
 import json, sys, time
@@ -22,7 +21,7 @@ while not Path("told").exists():
 (run_dir / "result.json").write_text(json.dumps({"step": 7}))
 """
 """stands for a training: it writes what one writes"""
-PROGRAM = LaunchedProgram(("script.py",))
+PROGRAM = ("script.py",)
 
 
 def test_what_it_came_to_and_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from elastic_train.tools.drills.backends import C10d, Etcd3, backend_of
 from elastic_train.tools.drills.cluster import Cluster
 from elastic_train.tools.drills.jobs import BUNDLED_TASK
 from elastic_train.tools.drills.nodes import Node, clean_environment, dying_with_parent, is_listening, wait_until
-from elastic_train.tools.program import BUNDLED_PROGRAM, LaunchedProgram
+from elastic_train.tools.program import BUNDLED_PROGRAM, Program
 
 SEED = 1
 NUM_NODES = 3
@@ -70,7 +70,7 @@ class Restarts(C10d):
     """The standard tutorial's script, `restarts` of rivals.py; its nodes meet at a store in this process."""
 
     name = "torchrun's restarts"
-    program = LaunchedProgram(("--no-python", sys.executable, "-m", RIVALS, "restarts"))
+    program: Program = ("--no-python", sys.executable, "-m", RIVALS, "restarts")
     environment = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     """otherwise every restart waits for a store that died with its node"""
 
@@ -89,7 +89,7 @@ class Torchft(C10d):
     """Replicas of torchft, `replicas` of rivals.py, which meet at its lighthouse off the nodes, without torchrun."""
 
     name = "torchft"
-    program = LaunchedProgram(())
+    program: Program = ()
     flags = ("--min_replicas=1", "--heartbeat_timeout_ms=1000", "--join_timeout_ms=100", "--quorum_tick_ms=100")
 
     def __init__(self, log: Path) -> None:

@@ -27,7 +27,7 @@ from elastic_train.tools.drills.nodes import (
     wait_until,
 )
 from elastic_train.tools.drills.watch import RunWatch
-from elastic_train.tools.program import BUNDLED_PROGRAM, LaunchedProgram
+from elastic_train.tools.program import BUNDLED_PROGRAM, Program
 
 LOOK_SECONDS = 0.3
 """between two searches for the nodes' workers, which read all processes of the machine"""
@@ -80,7 +80,7 @@ class Cluster:
         num_workers: int = 1,
         network: Network | None = None,
         backend: C10d | Etcd3 | None = None,
-        program: LaunchedProgram = BUNDLED_PROGRAM,
+        program: Program = BUNDLED_PROGRAM,
         hears_notices: bool = False,
     ) -> None:
         """`flags` are the worker's; `num_workers` is per node; the default backend is c10d. `hears_notices`: nodes take
@@ -108,7 +108,7 @@ class Cluster:
         notices.unlink(missing_ok=True)  # of the node before
         command = [
             *self.backend.launcher(place.index, len(self.places), self._num_workers),
-            *self._program.words, "--run-dir", str(self.run_dir), *self._flags,
+            *self._program, "--run-dir", str(self.run_dir), *self._flags,
             *(["--notices", f"file:{notices}"] if self._hears_notices else []),
         ]  # fmt: skip
         network = self.network
@@ -119,7 +119,6 @@ class Cluster:
             self._record.path / f"{place.name}-{place.num_started}.log",
             Path.cwd(),
             clean_environment()
-            | self._program.environment
             | {PACE_VARIABLE: str(self._pace_file), "TMPDIR": self._temporary.name}
             | {"NCCL_HOSTID": place.name},  # NCCL takes each node for a machine, and so lets them share the GPU
             name=place.name,

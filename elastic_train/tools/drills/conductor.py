@@ -17,6 +17,7 @@ from elastic_train.tools.drills.injection import Fault, NotInjected
 from elastic_train.tools.drills.live import Timeline
 from elastic_train.tools.drills.nodes import CommandFailed, TooSlow
 from elastic_train.tools.drills.schedule import Settings
+from elastic_train.tools.program import BUNDLED_PROGRAM
 from elastic_train.wording import count, duration
 
 TICK_SECONDS = 0.03
@@ -87,9 +88,9 @@ class Conductor:
 
     def _hint(self) -> str:
         """What a script may lack if no worker wrote into the drill's run directory."""
-        if self._settings.program.is_bundled or self._cluster.watch.names:
+        if self._settings.program == BUNDLED_PROGRAM or self._cluster.watch.names:
             return ""
-        script = self._settings.program.words[-1]
+        script = self._settings.program[-1]
         return f"; does {script} give its training function and elastic_train.parse_flags() to elastic_train.run?"
 
     def _look(self) -> None:

@@ -84,7 +84,7 @@ def _conduct(settings: Settings, record: Record, network: Network | None, ends: 
         nodes=settings.num_nodes,
         workers_per_node=settings.num_workers,
         nodes_as=kind,
-        program=list(settings.program.words),
+        program=list(settings.program),
         flags=list(settings.flags),
         busy=list(settings.job.busy),
         standstill=settings.job.standstill,

@@ -24,7 +24,7 @@ from elastic_train.tools.drills.schedule import (
     read_scenario,
 )
 from elastic_train.tools.drills.trace import AvailabilityTrace, read_trace
-from elastic_train.tools.program import LaunchedProgram, read_program
+from elastic_train.tools.program import BUNDLED_PROGRAM, Program, read_program
 from elastic_train.training.own_flags import own_flags
 from elastic_train.wording import aligned
 
@@ -56,7 +56,7 @@ def may_use_namespaces(arguments: argparse.Namespace) -> bool:
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """Return the settings that the flags ask for. Raises UsageError naming the flag."""
     program, given = read_program(arguments.flags, os.environ)
-    is_bundled = program.is_bundled and not any(word.partition("=")[0] in TASK_FLAGS for word in given)
+    is_bundled = program == BUNDLED_PROGRAM and not any(word.partition("=")[0] in TASK_FLAGS for word in given)
     if arguments.job is not None and not is_bundled:
         raise UsageError(f"--job {arguments.job}: is for the drill's own jobs; leave it out, or what you train")
     job = JOBS[arguments.job or PACED]
@@ -86,7 +86,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         if word.partition("=")[0] in OWNED_FLAGS:
             raise UsageError(f"{word}: the drill sets that itself")
     # Only a user's script knows all its flags.
-    known = flags if program.is_bundled else [f"--peer-timeout={value_of(flags, '--peer-timeout')}"]
+    known = flags if program == BUNDLED_PROGRAM else [f"--peer-timeout={value_of(flags, '--peer-timeout')}"]
     config = parse(known, own_flags(known))
     run_dir = arguments.run_dir or Path("runs") / f"drill-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
@@ -199,10 +199,10 @@ def _why_not(name: str, backend: str, has_network: bool) -> str | None:
     return None if (why_not := kind.why_not()) is None else f"not on this machine: {why_not}"
 
 
-def default_flags(program: LaunchedProgram, last_step: int | None, job: DrillJob) -> list[str]:
+def default_flags(program: Program, last_step: int | None, job: DrillJob) -> list[str]:
     """The default flags of the program on the nodes; the user's flags come after them and win."""
     common = ["--ledger", "--no-progress", "--peer-timeout", "5", "--snapshot-every", str(job.snapshot_every)]
-    if not program.is_bundled:
+    if program != BUNDLED_PROGRAM:
         return common  # a script may compute steps itself, which no flag can order
     bundled = ["--task", BUNDLED_TASK, "--epochs", "1000000", "--max-steps", str(last_step)] if last_step else []
     return [*bundled, "--reduction", "ordered", "--eval-every", "1000000", *common, *job.flags]

@@ -22,7 +22,7 @@ from elastic_train.world import host_name
 DROPPED_VARIABLES = (
     "PET_",
     "TORCHELASTIC_",
-    "ELASTIC_TRAIN",
+    "ELASTIC_TRAIN_",
     "MASTER_",
     "RANK",
     "WORLD_SIZE",

@@ -16,7 +16,7 @@ from elastic_train.runlog.reader import read_json
 from elastic_train.tools.audit.history import read_history
 from elastic_train.tools.drills.nodes import Node, clean_environment, dying_with_parent
 from elastic_train.tools.drills.watch import RunWatch
-from elastic_train.tools.program import BUNDLED_PROGRAM, LaunchedProgram
+from elastic_train.tools.program import BUNDLED_PROGRAM, Program
 
 REFERENCE_SECONDS = 3600.0
 LINE_SECONDS = 10.0
@@ -31,7 +31,7 @@ def undisturbed(
     flags: Sequence[str],
     *,
     cwd: Path,
-    program: LaunchedProgram = BUNDLED_PROGRAM,
+    program: Program = BUNDLED_PROGRAM,
     log: Callable[[str], None] = print,
     last_step: int | None = None,
 ) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def undisturbed(
     with tempfile.TemporaryDirectory(prefix="elastic-train-reference-") as folder:
         run_dir, started = Path(folder, "run"), time.monotonic()
         watch = RunWatch(run_dir)
-        command = [*dying_with_parent(), sys.executable, *program.words, *flags, "--run-dir", str(run_dir)]
-        node = Node(command, Path(folder, "log"), cwd, clean_environment() | program.environment)
+        command = [*dying_with_parent(), sys.executable, *program, *flags, "--run-dir", str(run_dir)]
+        node = Node(command, Path(folder, "log"), cwd, clean_environment())
         try:
             while True:
                 with suppress(subprocess.TimeoutExpired):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from elastic_train.errors import UsageError, first_line
 from elastic_train.tools.drills.catalogue import FAULTS
 from elastic_train.tools.drills.jobs import JOBS, PACED, DrillJob
-from elastic_train.tools.program import BUNDLED_PROGRAM, LaunchedProgram
+from elastic_train.tools.program import BUNDLED_PROGRAM, Program
 
 if TYPE_CHECKING:
     from elastic_train.tools.drills.trace import AvailabilityTrace
@@ -56,7 +56,7 @@ class Settings:
     """of an existing cluster; None: the drill starts its own"""
     why_no_network: str | None = None
     """what this machine lacks for network namespaces, if the drill would use them"""
-    program: LaunchedProgram = BUNDLED_PROGRAM
+    program: Program = BUNDLED_PROGRAM
     job: DrillJob = JOBS[PACED]
     """a bundled job; a user's job has the limits of the paced one"""
     trace: AvailabilityTrace | None = None
