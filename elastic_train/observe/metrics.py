@@ -18,7 +18,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from elastic_train.errors import UsageError, cause_of
-from elastic_train.observe.rate import Rate
 from elastic_train.runlog.goodput import goodput
 from elastic_train.system import close_in_forked_children
 from elastic_train.training.state import TrainState
@@ -75,7 +74,7 @@ class Metrics:
         """of the newest snapshot that this worker has written"""
         self._committed_at: float | None = None
         """Unix seconds; None before the first step of this process"""
-        self._rate = Rate()
+        self._samples_per_second = 0.0
         self._world: World | None = None
         self._updated_at = 0.0
         self._started_at: float | None = None
@@ -115,8 +114,7 @@ class Metrics:
     def enter(self, world: World, state: TrainState) -> None:
         """Enter a world that stands and whose members all hold `state`; a spare's is ignored."""
         self._started_at = self._started_at or time.time()
-        self._world = world
-        self._rate.restart()
+        self._world, self._samples_per_second = world, 0.0
         self._update(state, state.last_loss)
         here = {member.node for member in world.members if member.host == world.me.host}
         if self._server is None and len(here) == 1 and not self._has_warned:
@@ -126,9 +124,9 @@ class Metrics:
                 "free the port or give another one, unless a node of this run that waits has it"
             )
 
-    def step(self, state: TrainState, loss: float | None, samples: int) -> None:
-        """Record a committed step of `samples` samples."""
-        self._rate.add(samples)
+    def step(self, state: TrainState, loss: float | None, samples_per_second: float) -> None:
+        """Record a committed step."""
+        self._samples_per_second = samples_per_second
         if time.monotonic() - self._updated_at >= UPDATE_SECONDS or state.is_finished:
             self._update(state, loss, committed_at=time.time())
 
@@ -149,8 +147,7 @@ class Metrics:
         if self._server is None:  # a process that was killed keeps its port for a moment
             with suppress(UsageError):  # the address was good at the start; a later failure must not end training
                 self._serve()
-        now = self._updated_at = time.monotonic()
-        self._rate.update(now)
+        self._updated_at = time.monotonic()
         self._committed_at = committed_at or self._committed_at
         self._of_run = (*self._of_world(world), *(() if world.is_spare else self._of_state(state, loss)))
 
@@ -175,7 +172,7 @@ class Metrics:
         yield _one("step", "committed steps of the run", state.step)
         yield _one("loss", "of the last step, over its whole batch", loss)
         yield _one("step_committed_time_seconds", "Unix time at which a step was last committed", committed_at)
-        yield _one("samples_per_second", "over all workers, the last few seconds", self._rate.per_second)
+        yield _one("samples_per_second", "over all workers, the last few seconds", self._samples_per_second)
         ratio = goodput(phases)["ratio"]
         yield _one("goodput_ratio", "share of the wall time of the run in steps that were kept", ratio)
         yield "phase_seconds", "where the wall time of the run went", "phase", phases

@@ -161,18 +161,18 @@ class Reporter:
     def step(self, state: TrainState, loss: float | None, *, epoch: int, samples: int) -> None:
         """Report a committed step: `samples` is its size, `epoch` its epoch; `loss` is None if none was ever given."""
         self.events.step = state.step
+        self._rate.add(samples)
+        now = time.monotonic()
+        if is_due := now - self._last_refresh >= REFRESH_SECONDS or state.is_finished:
+            self._last_refresh = now
+            self._rate.update(now)
         if self.metrics is not None:
-            self.metrics.step(state, loss, samples)
+            self.metrics.step(state, loss, self._rate.per_second)
         if self._world is None or self._world.rank != 0:
             return
         self._write_commit(state.last_commits[-1])
-        self._rate.add(samples)
-        now = time.monotonic()
-        if now - self._last_refresh >= REFRESH_SECONDS or state.is_finished:
-            self._last_refresh = now
-            self._rate.update(now)
-            if self._bar is not None:
-                self._bar.update(state, loss, self._rate.per_second, self._world, self._last_snapshot_step)
+        if is_due and self._bar is not None:
+            self._bar.update(state, loss, self._rate.per_second, self._world, self._last_snapshot_step)
         if self._bar is None and (now - self._last_log_line >= LOG_LINE_SECONDS or state.is_finished):
             self._last_log_line = now
             self.log(
