@@ -7,6 +7,7 @@ import socket
 import ssl
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 
 from elastic_train.errors import StoreRefused, StoreUnreachable
@@ -84,33 +85,29 @@ def look_at_etcd(settings: EtcdSettings, run_id: str) -> RendezvousFacts:
     met: dict[Problem, list[str]] = {}
     """problem -> the members that have it"""
     for endpoint in settings.endpoints:
-        connections = Connections(replace(settings, endpoints=(endpoint,)))
         try:
-            Etcd(connections, deadline=CONNECT_SECONDS).get(key)
+            with closing(Connections(replace(settings, endpoints=(endpoint,)))) as connections:
+                Etcd(connections, deadline=CONNECT_SECONDS).get(key)
         except StoreUnreachable as error:
             met.setdefault(why_silent(endpoint, settings, error), []).append(endpoint)
         except StoreRefused as error:
             problem = Problem(error.what.removeprefix(f"etcd at {endpoint}: "), error.do or SEE_PAGE)
             met.setdefault(problem, []).append(endpoint)
-        finally:
-            connections.close()
     problems = tuple(replace(problem, what=f"etcd at {', '.join(at)}: {problem.what}") for problem, at in met.items())
     if sum(map(len, met.values())) == len(settings.endpoints):
         return RendezvousFacts(problems, is_usable=False)
-    connections = Connections(settings)
     try:
-        etcd = Etcd(connections, deadline=CALL_SECONDS)
-        lease = etcd.grant(60)  # removes the key even if this process dies
-        try:
-            etcd.transact((), [etcd.put_request(key, b"check", lease)])
-        finally:
-            etcd.revoke(lease)
+        with closing(Connections(settings)) as connections:
+            etcd = Etcd(connections, deadline=CALL_SECONDS)
+            lease = etcd.grant(60)  # removes the key even if this process dies
+            try:
+                etcd.transact((), [etcd.put_request(key, b"check", lease)])
+            finally:
+                etcd.revoke(lease)
     except (StoreUnreachable, StoreRefused) as error:
         do = error.do if isinstance(error, StoreRefused) else "see that a majority of its members run, and their logs"
         what = error.what if isinstance(error, StoreRefused) else str(error)
         return RendezvousFacts((*problems, Problem(what, do or SEE_PAGE)), is_usable=False)
-    finally:
-        connections.close()
     who = "anybody" if settings.user is None and settings.cert is None else settings.user or "the client certificate"
     how = "TLS" if settings.ca is not None else "plain text"
     where = f"{settings.prefix}/{run_id}"
