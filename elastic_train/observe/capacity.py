@@ -45,9 +45,6 @@ class Capacity:
         return {name: getattr(self, name) for name in names}
 
 
-NO_CAPACITY = Capacity()
-
-
 def describe_capacity(capacity: Capacity) -> str | None:
     """`3 train, 5 could, 1 more wanted, 2 may be taken away`; None without nodes, present or wanted."""
     parts = [f"{capacity.train} train"]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from elastic_train.errors import RunDirectoryError, SnapshotError
 from elastic_train.observe.bill import newest_with_bill
-from elastic_train.observe.capacity import NO_CAPACITY, Capacity, capacity_of, quarantines_of
+from elastic_train.observe.capacity import Capacity, capacity_of, quarantines_of
 from elastic_train.observe.status_files import IsAlive, WorkerLines, is_alive_in, read_workers
 from elastic_train.observe.status_past import incidents_of, warnings_of
 from elastic_train.runlog.events import FINISHED
@@ -105,7 +105,7 @@ class Status:
     warnings: tuple[str, ...] = ()
     """oldest first; of those that differ in numbers only, as in the step of a snapshot, the newest, with a count"""
     is_drill: bool = False
-    capacity: Capacity = NO_CAPACITY
+    capacity: Capacity = field(default_factory=Capacity)
     quarantined: tuple[Line, ...] = ()
     """hosts that died again and again and are not admitted yet: `host`, `deaths`, and `until` in Unix seconds"""
     result_path: Path | None = None

@@ -140,16 +140,11 @@ def process_is_alive(start: Line) -> bool | None:
 
 
 def is_alive_in(run_dir: Path) -> IsAlive:
-    """Return the check for workers of a run. A drill's workers may have invented host names, but run here."""
+    """Return the check for workers of a run. A drill's workers may have invented host names, but run here,
+    and end with the drill."""
     if not (run_dir / "drill").is_dir():
         return process_is_alive
-    drill_lives = drill_is_alive(run_dir / "drill")
+    settings = read_json(run_dir / "drill" / "drill.json") or {}
+    is_over = "interrupted" in settings or (run_dir / "drill" / "leftovers.json").exists()  # which it writes at its end
+    drill_lives = False if is_over else process_is_alive({**settings, "time": settings.get("started")})
     return lambda start: drill_lives if (known := process_is_alive(start)) is None else known
-
-
-def drill_is_alive(folder: Path) -> bool | None:
-    """Return whether the drill lives, without which its nodes end; None if it is on another machine."""
-    settings = read_json(folder / "drill.json") or {}
-    if "interrupted" in settings or (folder / "leftovers.json").exists():  # which it writes at its end
-        return False
-    return process_is_alive({**settings, "time": settings.get("started")})
