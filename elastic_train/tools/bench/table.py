@@ -9,7 +9,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO
 
 from elastic_train.system import num_cores, processor_facts
@@ -38,26 +38,21 @@ class BenchRow:
     @classmethod
     def of_rates(cls, case: str, ours: Sequence[float], theirs: Sequence[float], unit: str) -> BenchRow:
         """Make a row of rates (more is better) that were measured in pairs, one right after the other."""
-        return cls._of_pairs(case, ours, theirs, unit, [our / their for our, their in zip(ours, theirs, strict=True)])
+        ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
+        our, their, ratio = (statistics.median(values) for values in (ours, theirs, ratios))
+        return cls(case, our, their, unit, ratio, iqr(ratios))
 
     @classmethod
     def of_costs(cls, case: str, ours: Sequence[float], theirs: Sequence[float], unit: str) -> BenchRow:
         """Make a row of seconds or bytes (less is better) that were measured in pairs."""
-        return cls._of_pairs(case, ours, theirs, unit, [their / our for our, their in zip(ours, theirs, strict=True)])
+        turned = cls.of_rates(case, theirs, ours, unit)
+        return replace(turned, ours=turned.theirs, theirs=turned.ours)
 
     @classmethod
     def within(cls, case: str, ours: Sequence[float], limit: float, unit: str = "s") -> BenchRow:
         """Make a row of costs (less is better) beside the limit of their median; `spread` is in `unit`."""
         median = statistics.median(ours)
         return cls(case, median, limit, unit, limit / max(median, 1e-6), iqr(ours))
-
-    @classmethod
-    def _of_pairs(
-        cls, case: str, ours: Sequence[float], theirs: Sequence[float], unit: str, ratios: Sequence[float]
-    ) -> BenchRow:
-        return cls(
-            case, statistics.median(ours), statistics.median(theirs), unit, statistics.median(ratios), iqr(ratios)
-        )
 
 
 def iqr(values: Sequence[float]) -> float:
