@@ -12,7 +12,7 @@ from elastic_train.errors import SnapshotError
 from elastic_train.observe.status import RunState
 from elastic_train.observe.status_files import HEARD_SECONDS
 from elastic_train.runlog.events import FINISHED
-from elastic_train.runlog.reader import Line, int_of
+from elastic_train.runlog.reader import Line, dict_of, int_of
 from elastic_train.tools.audit.finding import WALL_TOLERANCE, Found, Skip
 from elastic_train.tools.audit.history import History
 from elastic_train.tools.audit.lives import Clock
@@ -107,8 +107,7 @@ def is_live(history: History) -> bool:
 def _wrong_ends(history: History, drill: DrillRecord) -> Iterable[str]:
     """Yield which torchruns did not end, and what is wrong with the exit codes and times of the last world's nodes."""
     ends = {line["node"]: line for line in drill.nodes if line["what"] == "ended"}
-    phases = dict((history.result or {}).get("goodput") or {})
-    limit = ENDING_SECONDS + sum(float(phases.get(name) or 0.0) for name in ("evaluate", "snapshot"))
+    limit = ENDING_SECONDS + sum(history.phases.get(name, 0.0) for name in ("evaluate", "snapshot"))
     nodes = {member: drill.node_of.get(member) for member in history.worlds[-1].members}
     for member, found in nodes.items():
         if found is None:
@@ -168,7 +167,7 @@ def check_state(history: History) -> Found:
 
 
 def _is_ordered(result: Line) -> bool:
-    return dict(result.get("config") or {}).get("reduction") == "ordered"
+    return dict_of(result, "config").get("reduction") == "ordered"
 
 
 def _differences(history: History, result: Line, reference: Line, tolerance: float) -> Iterable[str]:
@@ -217,9 +216,7 @@ def check_phases(history: History) -> Found:
     result = history.final_result
     if result is None:
         raise Skip(_no_result_yet(history))
-    phases = dict(result.get("goodput") or {})
-    wall = float(result.get("wall_seconds") or 0.0)
-    seconds = {name: float(value) for name, value in phases.items() if name not in ("wall", "ratio")}
+    told, seconds, wall = dict_of(result, "goodput"), history.phases, float(result.get("wall_seconds") or 0.0)
     findings = [
         f"phase {name} has {value:.3f} s" for name, value in seconds.items() if value < 0 or not math.isfinite(value)
     ]
@@ -227,12 +224,10 @@ def check_phases(history: History) -> Found:
     if abs(total - wall) > PHASE_TOLERANCE:
         findings.append(f"the phases sum to {total:.3f} s, the wall is {wall:.3f} s")
     ratio = seconds.get("train", 0.0) / wall if wall > 0 else 0.0
-    for name, told, expected in (
-        ("wall", phases.get("wall", wall), wall),
-        ("ratio", phases.get("ratio", ratio), ratio),
-    ):
-        if not math.isclose(float(told), expected, rel_tol=RATIO_TOLERANCE, abs_tol=RATIO_TOLERANCE):
-            findings.append(f"goodput says that the {name} is {told:g}, and it is {expected:g}")
+    for name, expected in (("wall", wall), ("ratio", ratio)):
+        value = float(told.get(name, expected))
+        if not math.isclose(value, expected, rel_tol=RATIO_TOLERANCE, abs_tol=RATIO_TOLERANCE):
+            findings.append(f"goodput says that the {name} is {value:g}, and it is {expected:g}")
     if history.kept and result.get("step") == history.last_step:
         last, began = history.kept[-1], _begun(history)
         span = last.time - began.get(last.clock, math.inf)

@@ -266,7 +266,7 @@ class History:
         return frozenset(
             int(line["generation"])
             for life in self.lives
-            if any((it.get("config") or {}).get("ledger") is False for it in life.lines if it["event"] == "start")
+            if any(dict_of(it, "config").get("ledger") is False for it in life.lines if it["event"] == "start")
             for line in life.lines
             if line["event"] == "world"
         )
@@ -296,6 +296,12 @@ class History:
     def final_result(self) -> Line | None:
         """result.json, unless the run was continued after the end that it describes."""
         return self.result if self.is_finished else None
+
+    @cached_property
+    def phases(self) -> dict[str, float]:
+        """The seconds of the run by phase, as result.json has them; empty if it is of no end, or of an earlier one."""
+        found = dict_of(self.final_result or {}, "goodput")
+        return {name: float(seconds or 0.0) for name, seconds in found.items() if name not in ("wall", "ratio")}
 
 
 def _mean_loss(steps: Sequence[Step]) -> float | None:

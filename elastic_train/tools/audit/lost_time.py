@@ -148,8 +148,7 @@ def _evaluation_seconds(history: History, since: float, until: float) -> float:
     """The seconds of evaluation between two times, by the share of the evaluations that lie there."""
     times = [float(line["time"]) for line in history.of("evaluation")]
     inside = [time for time in times if since <= time <= until]
-    seconds = float(dict((history.final_result or {}).get("goodput") or {}).get("evaluate", 0.0))
-    return seconds * len(inside) / len(times) if times else 0.0
+    return history.phases.get("evaluate", 0.0) * len(inside) / len(times) if times else 0.0
 
 
 def cause_of(world: PastWorld | None) -> str:

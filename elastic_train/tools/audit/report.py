@@ -119,7 +119,6 @@ def page(history: History, found: Audit) -> str:
     began = min((life.began for life in history.lives), default=0.0)
     ended = max((life.ended for life in history.lives), default=0.0)
     lost, drill, result = lost_time(history), history.drill, history.final_result or {}
-    phases = dict(result.get("goodput") or {})
     outages = outages_of(history)
     accuracy = result.get("test_accuracy")
     return TEMPLATE.render(
@@ -150,8 +149,8 @@ def page(history: History, found: Audit) -> str:
         lost=lost,
         span=span_of(history),
         goodput={"useful": lost.useful} | {cause: seconds for cause, seconds in lost.by_cause.items() if seconds > 0},
-        wall=float(phases.get("wall", 0.0)),
-        phases={name: seconds for name, seconds in phases.items() if name not in ("wall", "ratio")},
+        wall=sum(history.phases.values()),
+        phases=history.phases,
         configuration=json.dumps({"worker": history.config} | ({"drill": drill.settings} if drill else {}), indent=2),
     )
 
