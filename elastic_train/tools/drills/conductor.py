@@ -46,7 +46,6 @@ class Conductor:
         """the places whose nodes run before the first fault"""
         self._due_since: float | None = None
         self._zero = 0.0
-        self._pace: float | None = None
         self._paces: list[tuple[float, float]] = []
         """Unix seconds, seconds per sample from then on"""
 
@@ -276,8 +275,7 @@ class Conductor:
         self._set_pace(workers / (steps_per_second * self._settings.global_batch_size))
 
     def _set_pace(self, seconds_per_sample: float) -> None:
-        if seconds_per_sample != self._pace:
-            self._pace = seconds_per_sample
+        if not self._paces or seconds_per_sample != self._paces[-1][1]:
             self._cluster.set_pace(seconds_per_sample)
             self._paces.append((time.time(), seconds_per_sample))
             self._record.add_setting(paces=self._paces)
