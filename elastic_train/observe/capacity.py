@@ -75,11 +75,12 @@ def capacity_of(
     outside = [worker for worker in present if worker.is_outside and worker.may_wait]
     kept = {one["host"] for one in quarantined}
     waiting = [worker for worker in outside if worker.first.get("host") not in kept]
-    inside = _nodes_of(world) if is_there else (0, 0)
+    told = next((line for line in reversed(world) if is_there and int_of(line, "nodes") is not None), {})
     generation = max((int_of(line, "generation") or 0 for line in world), default=None)
     members = [worker for worker in present if is_there and not worker.is_outside and worker.generation == generation]
     return Capacity(
-        *inside,
+        int_of(told, "nodes") or 0,
+        int_of(told, "spare_nodes") or 0,
         waiting=len(waiting),
         max_nodes=max_nodes[-1] if max_nodes else None,
         may_be_taken=sum(worker.last.get("noticed") is True for worker in [*members, *waiting]),
@@ -93,9 +94,3 @@ def quarantines_of(world: list[Line], now: float) -> tuple[Line, ...]:
     told = max((line for line in world if isinstance(line.get("quarantined"), list)), key=time_of, default={})
     entries = [one for one in told.get("quarantined", ()) if isinstance(one, dict) and isinstance(one.get("host"), str)]
     return tuple(one for one in entries if (float_of(one, "until") or 0.0) > now)
-
-
-def _nodes_of(world: list[Line]) -> tuple[int, int]:
-    """Return (nodes that train, spare nodes)."""
-    told = next((line for line in reversed(world) if int_of(line, "nodes") is not None), {})
-    return int_of(told, "nodes") or 0, int_of(told, "spare_nodes") or 0

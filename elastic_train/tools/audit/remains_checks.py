@@ -85,7 +85,8 @@ def check_leftovers(history: History) -> Found:
     """Nothing is left of a run that has ended: no process, no temporary file, no port."""
     if not history.is_finished:
         raise Skip("the run has not finished")
-    names = (*history.names, *_names_elsewhere(history))
+    folders = [folder for folder in _folders_elsewhere(history) if folder.is_dir()]
+    names = (*history.names, *(str(path) for folder in folders for path in sorted(folder.iterdir())))
     findings = [f"{name} is a temporary file" for name in names if _is_temporary(name)]
     for line in history.of("start"):
         if process_is_alive(line) and (history.drill is not None or not _is_through(history, line)):
@@ -110,11 +111,6 @@ def _is_temporary(name: str) -> bool:
     return (last.startswith(".") and ".tmp-" in last) or last.endswith(".tmp")
 
 
-def _names_elsewhere(history: History) -> list[str]:
-    """The paths in snapshot folders outside of the run directory."""
-    folders = [folder for folder in _folders_elsewhere(history) if folder.is_dir()]
-    return [str(path) for folder in folders for path in sorted(folder.iterdir())]
-
-
 def _folders_elsewhere(history: History) -> list[Path]:
+    """The folders of snapshots outside of the run directory."""
     return [folder for folder in history.snapshot_folders if not folder.is_relative_to(history.run_dir)]

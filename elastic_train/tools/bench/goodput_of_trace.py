@@ -97,10 +97,6 @@ class Torchft(C10d):
         super().__init__(None)
         self._log = log
 
-    @staticmethod
-    def is_installed() -> bool:
-        return importlib.util.find_spec("torchft") is not None
-
     def start(self) -> None:
         program = shutil.which("torchft_lighthouse", path=str(Path(sys.executable).parent)) or "torchft_lighthouse"
         command = [*dying_with_parent(), program, f"--bind=[::]:{self.port}", *self.flags]
@@ -125,7 +121,7 @@ def run(quick: bool) -> list[BenchRow]:
         if quick:
             return rows
         rivals: list[Restarts | Torchft] = [Restarts(None)]
-        if Torchft.is_installed():
+        if importlib.util.find_spec("torchft") is not None:
             rivals.append(Torchft(folder / "lighthouse.log"))
         else:
             print("torchft is not installed (pip install 'elastic_train[bench]'): without its rows", file=sys.stderr)

@@ -173,7 +173,3 @@ class Gathered:
     def name(self, rank: int) -> str:
         """The name of a rank's node for people."""
         return next(name for name, ranks in self.nodes.items() if rank in ranks)
-
-    @property
-    def is_several_machines(self) -> bool:
-        return len({worker.machine for worker in self.workers}) > 1

@@ -159,7 +159,7 @@ def addresses_are_usable(gathered: Gathered) -> list[Finding]:
     findings = []
     addresses = [ipaddress.ip_address(worker.address.split("%")[0]) for worker in gathered.workers]
     loopback = [rank for rank, address in enumerate(addresses) if address.is_loopback]
-    if loopback and gathered.is_several_machines:
+    if loopback and len({worker.machine for worker in gathered.workers}) > 1:
         findings += breaks(
             f"{nodes_of(gathered, loopback)} can be reached at {addresses[loopback[0]]} only, from itself",
             "members on other machines cannot connect to it",
