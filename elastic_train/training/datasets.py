@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from elastic_train.config import TaskFlags
 from elastic_train.errors import DatasetMissing, UsageError, first_line
 from elastic_train.system import try_flock
 from elastic_train.training.augment import Augmentation, augment, random_bits
 
-DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic")
+DATASETS: tuple[str, ...] = get_args(get_type_hints(TaskFlags)["dataset"])
 
 DIGITS_PATH = Path(__file__).with_name("data") / "digits.npz"
 DIGITS_TEST_PER_CLASS = 36
@@ -169,11 +170,7 @@ def check_dataset_name(name: str) -> None:
 
 
 def load(name: str, data_dir: Path, seed: int = 0) -> ImageData:
-    """Read the data set `name`. Augmentation and synthetic images are functions of `seed`.
-
-    Raises: DatasetMissing; UsageError: unknown name.
-    """
-    check_dataset_name(name)
+    """Read the data set `name`. Augmentation and synthetic images are functions of `seed`. Raises: DatasetMissing."""
     if name == "digits":
         return _load_digits(seed)
     if name == "synthetic":
@@ -294,16 +291,11 @@ def _photo_transforms(image_size: int) -> tuple[Callable[[Any], Tensor], Callabl
 
 
 def download(name: str, data_dir: Path, timeout: timedelta = timedelta(hours=1)) -> None:
-    """Download the data set `name` by torchvision into `data_dir`, unless it is there. No-op if it needs no download.
+    """Download one of `config.DOWNLOADABLE` by torchvision into `data_dir`, unless it is there.
 
     Several processes of one machine may call it at once: one downloads, the others block for at most `timeout`.
-    Raises: DatasetMissing; UsageError: `imagefolder`.
+    Raises: DatasetMissing.
     """
-    check_dataset_name(name)
-    if name == "imagefolder":
-        raise UsageError("--download cannot fetch --dataset imagefolder: put your images into --data-dir yourself")
-    if name not in _TORCHVISION_SETS:
-        return
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
         lock = data_dir / ".download.lock"

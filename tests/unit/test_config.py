@@ -9,13 +9,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import pytest
 
-from elastic_train.config import SHARED, Config, TaskFlags, as_json, parse, task_of
+from elastic_train.config import SHARED, Config, as_json, parse, task_of
 from elastic_train.errors import UsageError
-from elastic_train.training.datasets import DATASETS
 from elastic_train.wording import nearest_multiples
 
 BAD = [
@@ -187,10 +185,6 @@ def test_the_task_is_known_before_its_flags_are(arguments: str, task: str | None
 
 def test_no_flags_are_the_defaults() -> None:
     assert parse([]) == Config()
-
-
-def test_the_data_sets_are_those_that_exist() -> None:
-    assert get_args(get_type_hints(TaskFlags)["dataset"]) == DATASETS
 
 
 def test_nearest_multiples() -> None:

@@ -435,10 +435,6 @@ class TestMissing:
         with pytest.raises(DatasetMissing, match="no images"):
             datasets.load("imagefolder", tmp_path)
 
-    def test_unknown_name(self) -> None:
-        with pytest.raises(UsageError, match="did you mean cifar10"):
-            datasets.load("cifar-10", Path("data"))
-
 
 def test_mnist_files_become_one_tensor(tmp_path: Path) -> None:
     raw = tmp_path / "MNIST" / "raw"
@@ -536,10 +532,3 @@ class TestDownload:
             datasets.download("cifar10", tmp_path)
         assert "\n" not in str(caught.value)
         assert str(tmp_path) in str(caught.value)
-
-    def test_nothing_to_do_or_nothing_to_be_done(self, tmp_path: Path) -> None:
-        datasets.download("digits", tmp_path / "unused")
-        datasets.download("synthetic", tmp_path / "unused")
-        assert not (tmp_path / "unused").exists()
-        with pytest.raises(UsageError, match="imagefolder"):
-            datasets.download("imagefolder", tmp_path)
