@@ -9,12 +9,11 @@ that was replaced while stopped or cut off notices at its next put, before any o
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,7 +22,7 @@ from elastic_train.runlog.reader import parse
 from elastic_train.storage.object_store import ObjectStore
 from elastic_train.storage.ownership import OWNER_RECORD, stops
 from elastic_train.storage.store_arms import Stored
-from elastic_train.world import value_or_none
+from elastic_train.world import to_json, value_or_none
 
 RENEWAL_SECONDS = 10.0
 RENEWALS_MISSED = 3
@@ -58,7 +57,7 @@ class BucketRecord:
         return f"host {self.host}, pid {self.pid}, generation {self.generation}, last at {since}"
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
+        return to_json(self).encode() + b"\n"
 
     @staticmethod
     def of(stored: Stored | None) -> BucketRecord | None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
 import time
@@ -40,7 +39,7 @@ from elastic_train.errors import (
 from elastic_train.storage.atomic_files import write_atomic
 from elastic_train.storage.holders import Holder, Owner, owner_of, process_state, read_holders
 from elastic_train.system import flock_holder, local_flock, process_stat, try_flock
-from elastic_train.world import host_name
+from elastic_train.world import host_name, to_json
 
 CLAIM_LOCK = ".claim.lock"
 OWNER_RECORD = "owner.json"
@@ -308,9 +307,8 @@ class Ownership:
             if not try_flock(fd, fcntl.LOCK_SH):
                 raise OSError(errno.EWOULDBLOCK, f"{self.lock_path(job_token).name} is locked exclusively")
             _, started = process_stat(os.getpid())
-            line = json.dumps({"host": host, "pid": os.getpid(), "time": self._now(), "started": started})
             os.lseek(fd, 0, os.SEEK_END)
-            os.write(fd, line.encode() + b"\n")
+            os.write(fd, to_json(Holder(host, os.getpid(), self._now(), started)).encode() + b"\n")
         except BaseException:
             close_lock(fd)
             raise
@@ -320,14 +318,8 @@ class Ownership:
         owner = self.read()
         if owner is not None and owner.job_token == job_token and owner.generation >= generation:
             return
-        record = {
-            "job_token": job_token,
-            "generation": generation,
-            "host": host,
-            "pid": os.getpid(),
-            "time": self._now(),
-        }
-        write_atomic(self._record_path, json.dumps(record).encode() + b"\n")
+        record = Owner(host, os.getpid(), self._now(), job_token=job_token, generation=generation)
+        write_atomic(self._record_path, to_json(record).encode() + b"\n")
 
 
 def _living_other(directory: Path, job_token: str, owner: Owner | None, host: str) -> str | None:

@@ -6,7 +6,6 @@ turn up again with a node that was away.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from elastic_train.branches import Branches, describe, is_on
 from elastic_train.errors import BranchesMixed, RunsMixed
 from elastic_train.runlog.reader import read_json
 from elastic_train.storage.snapshot import STATE_FILE, SnapshotInfo
-from elastic_train.world import value_or_none
+from elastic_train.world import to_json, value_or_none
 
 RUN_FILE = "run.json"
 
@@ -31,7 +30,7 @@ class RunRecord:
     """Whether --fresh has just emptied the directory: then no run that any member sees is continued."""
 
     def to_json(self) -> bytes:
-        return json.dumps(vars(self)).encode()
+        return to_json(self).encode()
 
     def beside(self, uid: str, superseded: Sequence[str]) -> RunRecord:
         """This record, merged with the owner's record of a bucket. That may be newer if this disk was not mounted."""
