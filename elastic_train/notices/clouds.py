@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from elastic_train.notices.metadata import ANSWER_SECONDS, LINK_LOCAL, Answer, ask, refuse
+from elastic_train.notices.metadata import ANSWER_SECONDS, LINK_LOCAL, Answer, ask
 from elastic_train.notices.notice import (
     NoticeSource,
     NoticeUnreadable,
@@ -66,7 +66,7 @@ class AwsSource:
         if answer.status == 404:
             return None
         if answer.status != 200:
-            raise refuse(answer, self._address, path)
+            raise answer.refused()
         return answer.text
 
     def _ask(self, path: str) -> Answer:
@@ -89,7 +89,7 @@ def aws_token(address: tuple[str, int], seconds: float) -> str:
         raise TokenSilent(f"{error} (in a container the hop limit of IMDSv2 must be 2)") from error
     token = answer.text.strip()
     if answer.status != 200 or not token.isascii() or not token.isprintable() or not token:
-        raise refuse(answer, address, path)
+        raise answer.refused()
     return token
 
 
@@ -168,7 +168,7 @@ def required(address: tuple[str, int], path: str, headers: Mapping[str, str]) ->
     """Raises: NoticeUnreadable."""
     answer = ask(address, path, headers)
     if answer.status != 200 or (headers is GOOGLE and not is_google(answer)):
-        raise refuse(answer, address, path)
+        raise answer.refused()
     return answer.text
 
 

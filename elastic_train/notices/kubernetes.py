@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from elastic_train.notices.metadata import ask, refuse
+from elastic_train.notices.metadata import ask
 from elastic_train.notices.notice import NoticeUnreadable, from_node, from_pod, json_object
 from elastic_train.preemption import PreemptionNotice
 
@@ -71,11 +71,11 @@ class KubernetesSource:
             return None
         if answer.status == NOT_FOUND and kind == "pods" and not self._environ.get("POD_NAME"):
             raise NoticeUnreadable(
-                f"{refuse(answer, address, path)}: in an Indexed Job a pod is not named as its host; give "
+                f"{answer.refused()}: in an Indexed Job a pod is not named as its host; give "
                 "its container POD_NAME (fieldRef: metadata.name)"
             )
         if answer.status != 200:  # also a late FORBIDDEN: losing the permission withdraws no notice
-            raise refuse(answer, address, path)
+            raise answer.refused()
         self._given.add(kind)
         return json_object(answer.text)
 

@@ -30,6 +30,12 @@ class Answer:
     headers: Mapping[str, str]
     """By names in lower case."""
     text: str
+    url: str
+    """Without its query, which may hold a secret."""
+
+    def refused(self) -> NoticeUnreadable:
+        """The error for an answer with a status that tells nothing about a notice."""
+        return NoticeUnreadable(f"{self.url}: HTTP status {self.status}")
 
 
 def ask(
@@ -42,6 +48,7 @@ def ask(
     tls: ssl.SSLContext | None = None,
 ) -> Answer:
     """Send a request and read the answer. Blocks at most `seconds`. Raises: NoticeUnreadable."""
+    url = f"{address[0]}:{address[1]}{path.partition('?')[0]}"
     connection = _connection(address, seconds, tls)
     opened: list[socket.socket] = []
     is_over = threading.Event()
@@ -59,13 +66,13 @@ def ask(
         # On a thread: a timeout for each read would not stop a server that sends a byte now and then.
         response, body = answer_of(exchange, "notice-request").result(seconds)
     except TimeoutError:
-        raise NoticeUnreadable(f"{_url(address, path)}: timed out") from None
+        raise NoticeUnreadable(f"{url}: timed out") from None
     except http.client.InvalidURL:  # its message contains the URL, which may hold a secret
-        raise NoticeUnreadable(f"{_url(address, path)}: no URL has such characters") from None
+        raise NoticeUnreadable(f"{url}: no URL has such characters") from None
     except (OSError, http.client.HTTPException) as error:
-        raise NoticeUnreadable(f"{_url(address, path)}: {str(error) or type(error).__name__}") from error
+        raise NoticeUnreadable(f"{url}: {str(error) or type(error).__name__}") from error
     except ValueError:  # an invalid header; its message contains the header, which may be a token
-        raise NoticeUnreadable(f"{_url(address, path)}: this is no HTTP") from None
+        raise NoticeUnreadable(f"{url}: this is no HTTP") from None
     finally:
         is_over.set()
         for sock in opened:
@@ -73,22 +80,12 @@ def ask(
                 sock.shutdown(socket.SHUT_RDWR)  # ends the thread
         connection.close()
     if len(body) > MOST_BYTES:
-        raise NoticeUnreadable(f"{_url(address, path)}: more than {MOST_BYTES} bytes")
+        raise NoticeUnreadable(f"{url}: more than {MOST_BYTES} bytes")
     if response.length:  # http.client does not check the length of a body that is read in parts
         promised = len(body) + response.length
-        raise NoticeUnreadable(f"{_url(address, path)}: it breaks off after {len(body)} of {promised} bytes")
+        raise NoticeUnreadable(f"{url}: it breaks off after {len(body)} of {promised} bytes")
     named = {name.lower(): value for name, value in response.getheaders()}
-    return Answer(response.status, named, body.decode(errors="replace"))
-
-
-def refuse(answer: Answer, address: tuple[str, int], path: str) -> NoticeUnreadable:
-    """The error for an answer with a status that tells nothing about a notice."""
-    return NoticeUnreadable(f"{_url(address, path)}: HTTP status {answer.status}")
-
-
-def _url(address: tuple[str, int], path: str) -> str:
-    """The URL without its query, which may hold a secret."""
-    return f"{address[0]}:{address[1]}{path.partition('?')[0]}"
+    return Answer(response.status, named, body.decode(errors="replace"), url)
 
 
 def _connection(address: tuple[str, int], seconds: float, tls: ssl.SSLContext | None) -> http.client.HTTPConnection:

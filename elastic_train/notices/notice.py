@@ -18,7 +18,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
 
 from elastic_train.preemption import PreemptionNotice
-from elastic_train.runlog.reader import dict_of
+from elastic_train.runlog.reader import dict_of, parse
 
 AZURE_LOSING = ("Preempt", "Terminate", "Reboot", "Redeploy")
 """Events that end the processes of a machine. A `Freeze` is only a pause of some seconds."""
@@ -191,11 +191,8 @@ def to_own(notice: PreemptionNotice | None) -> str:
 
 def json_object(text: str) -> dict[str, Any]:
     """Raises: NoticeUnreadable."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise NoticeUnreadable(f"no JSON: {text[:40]!r}") from error
-    if not isinstance(found, dict):
+    found = parse(text)
+    if found is None:
         raise NoticeUnreadable(f"no JSON object: {text[:40]!r}")
     return found
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from urllib.parse import quote, urlsplit
 
-from elastic_train.notices.metadata import MOST_BYTES, ask, refuse
+from elastic_train.notices.metadata import MOST_BYTES, ask
 from elastic_train.notices.notice import NoticeSource, NoticeUnreadable, from_own, to_own
 from elastic_train.preemption import LEAD_SECONDS, PreemptionNotice
 from elastic_train.storage.atomic_files import write_atomic
@@ -56,7 +56,7 @@ class EndpointSource:
         if answer.status in NO_NOTICE:
             return None
         if answer.status != 200:
-            raise refuse(answer, self._address, self._path)
+            raise answer.refused()
         return from_own(self.name, answer.text)
 
 

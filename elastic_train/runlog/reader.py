@@ -24,7 +24,7 @@ TORN = "is torn"
 """what is wrong with a line that is no JSON object"""
 
 
-def parse(raw: bytes) -> Line | None:
+def parse(raw: bytes | str) -> Line | None:
     """Parse a JSON object from a line or a whole file; None if it is no object."""
     try:
         line = json.loads(raw)

@@ -76,7 +76,9 @@ def test_over_tls_as_well(tmp_path: Path) -> None:
     head = f"{CLOSE}Content-Length: {len(LONG)}\r\n\r\n"
     with answering(head, LONG, tls=server) as address:
         answer = ask(address, "/", {}, tls=ssl.create_default_context(cafile=str(files.ca)))
-    assert answer == Answer(200, {"connection": "close", "content-length": str(len(LONG))}, LONG)
+    assert answer == Answer(
+        200, {"connection": "close", "content-length": str(len(LONG))}, LONG, "{}:{}/".format(*address)
+    )
 
 
 @pytest.mark.parametrize("came", ["", "not"])
