@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -31,30 +31,6 @@ SUM_TOLERANCE = 0.02
 """relative; half precision and other padding of texts differ by less, a mean in place of a sum by a third"""
 
 
-class BlockSampler:
-    """A `batch_sampler` over this rank's blocks of the test set; rank 0 always has the first block.
-
-    Args:
-        size: samples of a block; the same for every world size, so that sums do not depend on the world.
-    """
-
-    def __init__(self, length: int, world: World, size: int) -> None:
-        self.length = length
-        self._size = size
-        self.num_blocks = -(-length // size)
-        self.blocks = range(world.rank, self.num_blocks, world.world_size)
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        for block in self.blocks:
-            start, stop = block * self._size, min((block + 1) * self._size, self.length)
-            yield MicroBatch(
-                epoch=0, step=0, shard=block, indices=np.arange(start, stop), step_samples=self.length, is_last=False
-            )
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -78,28 +54,31 @@ def evaluate(
         do: called at every block, because each may take long, and when this rank begins to wait for its peers.
         warn: as `open_loader`'s.
     """
-    sampler = BlockSampler(len(dataset), world, _block_samples(config))
+    length, size = len(dataset), _block_samples(config)
+    num_blocks = -(-length // size)
+    blocks = [
+        MicroBatch(0, 0, block, np.arange(block * size, min((block + 1) * size, length)), length, is_last=False)
+        for block in range(world.rank, num_blocks, world.world_size)  # rank 0 always has the first block
+    ]
+    nothing = torch.zeros(num_blocks, dtype=torch.float64, device="cpu")
     sums: dict[str, torch.Tensor] = {}
     with modes_kept(model):
         model.eval()
         do(Activity.COMPUTE)
         reader = EpochDataset(dataset, seed=config.seed, collate=task.collate)
-        for micro_batch, batch in open_loader(reader, sampler, config, warn, at_most=len(sampler)):
+        for micro_batch, batch in open_loader(reader, blocks, config, warn, at_most=len(blocks)):
             seed_model_draws(config.seed, micro_batch.step, micro_batch.shard, device)
             for name, value in _sums_of(model, task, batch, device, config).items():
-                by_block = sums.setdefault(name, torch.zeros(sampler.num_blocks, dtype=torch.float64, device="cpu"))
-                by_block[micro_batch.shard] = value.double().cpu()
+                sums.setdefault(name, nothing.clone())[micro_batch.shard] = value.double().cpu()
             do(Activity.COMPUTE)
     do(Activity.REDUCE)
     told = gather_json([*sums]) if world.world_size > 1 else [[*sums]]
     names = sorted({*chain(*told)})  # a block may lack some (a class's sums, say), and a rank may have no block
-    table = torch.stack(
-        [sums.get(name, torch.zeros(sampler.num_blocks, dtype=torch.float64, device="cpu")) for name in names]
-    )
+    table = torch.stack([sums.get(name, nothing) for name in names])
     if world.world_size > 1:
         all_reduce(table)  # every entry is one rank's value plus zeros: exact
     totals = [sum(row, start=0.0) for row in table.tolist()]
-    means = {name: total / sampler.length for name, total in zip(names, totals, strict=True)}
+    means = {name: total / length for name, total in zip(names, totals, strict=True)}
     return _metrics_of(task, means)
 
 
@@ -143,8 +122,8 @@ def find_no_sum(
 
 
 def _block_samples(config: Config) -> int:
-    """Return the most samples of a forward pass. It ignores the state's micro-batch size, set by the first world:
-    the sums must not depend on that."""
+    """Return the most samples of a forward pass. It ignores the state's micro-batch size, set by the first world, and
+    the world's size: the sums must not depend on these."""
     return min(BLOCK_SAMPLES, config.micro_batch_size or config.global_batch_size)
 
 
