@@ -342,11 +342,6 @@ def _require_values(arguments: Sequence[str], unset: Collection[str] = ()) -> No
         raise UsageError(no_value(name))
 
 
-def task_of(arguments: Sequence[str]) -> str | None:
-    """The value of `--task`. It is needed before all other flags, because the task may define flags of its own."""
-    return value_of(arguments, "--task")
-
-
 def value_of(arguments: Sequence[str], name: str) -> str | None:
     """The value of flag `name` on a command line whose other flags are unknown; None if absent or without a value."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -361,7 +356,7 @@ def value_of(arguments: Sequence[str], name: str) -> str | None:
 def check_task_stands_alone(arguments: Sequence[str]) -> None:
     """Raises: UsageError: `--task` is given together with `--dataset` or `--model`. The value of the latter does not
     matter: a person that types a flag, even with its default, expects an effect."""
-    task = task_of(arguments)
+    task = value_of(arguments, "--task")
     if task is None:
         return
     for name in (argument.partition("=")[0] for argument in arguments):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic_train.config import check_number, check_task_stands_alone, parse, task_of
+from elastic_train.config import check_number, check_task_stands_alone, parse, value_of
 from elastic_train.errors import ElasticTrainError, UsageError
 from elastic_train.rendezvous.etcd_settings import parse_endpoints, require_known
 from elastic_train.tools.program import BUNDLED_PROGRAM, read_program
@@ -131,7 +131,7 @@ def _check_flags(flags: Sequence[str], *, is_bundled: bool) -> None:
     if not is_bundled:
         return  # the flags of such a program, and those of a task, are known only on the nodes
     check_task_stands_alone(flags)
-    if not task_of(flags):
+    if not value_of(flags, "--task"):
         parse(flags)
 
 

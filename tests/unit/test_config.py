@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.config import SHARED, Config, as_json, parse, task_of
+from elastic_train.config import SHARED, Config, as_json, parse, value_of
 from elastic_train.errors import UsageError
 from elastic_train.wording import nearest_multiples
 
@@ -180,7 +180,7 @@ def test_a_flag_of_the_users_must_not_have_the_name_of_one_of_ours() -> None:
     [("", None), ("--task a:B --width 3", "a:B"), ("--epochs 3 --task=a:B", "a:B"), ("--task", None)],
 )
 def test_the_task_is_known_before_its_flags_are(arguments: str, task: str | None) -> None:
-    assert task_of(arguments.split()) == task
+    assert value_of(arguments.split(), "--task") == task
 
 
 def test_no_flags_are_the_defaults() -> None:
