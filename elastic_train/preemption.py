@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,10 +38,6 @@ class PreemptionNotice:
     host: str = ""
     is_followed: bool = False
     """Whether another worker of the node leaves because of it."""
-
-    def at(self, host: str) -> PreemptionNotice:
-        """The same notice with its host."""
-        return replace(self, host=host)
 
     def seconds_left(self, now: float) -> float:
         """The time until the node is taken away, as far as is known; negative if it is over or clocks differ."""

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -98,7 +99,7 @@ class NoticeWatcher:
         else:
             self._failures = 0
         if not self._is_closed.is_set():
-            self._follow(found.at(self._host) if found is not None else None)
+            self._follow(replace(found, host=self._host) if found is not None else None)
 
     def _follow(self, found: PreemptionNotice | None) -> None:
         before, self._standing = self._standing, found

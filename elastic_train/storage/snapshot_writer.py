@@ -254,14 +254,11 @@ class SnapshotWriter:
 
     def _manifest(self, position: SnapshotPosition) -> dict[str, Any]:
         """The manifest without its entry `files`."""
+        import torch
+
         whose = {"run_uid": self._run_uid, "host": self._host, "time": self._now(), "task": self._task}
-        return {**_NO_BRANCHES, **position, **whose, **_versions()}
-
-
-def _versions() -> dict[str, str]:
-    import torch
-
-    return {"torch_version": str(torch.__version__), "elastic_train_version": VERSION}
+        versions = {"torch_version": str(torch.__version__), "elastic_train_version": VERSION}
+        return {**_NO_BRANCHES, **position, **whose, **versions}
 
 
 def _unwritten(path: SnapshotPlace, error: OSError) -> SnapshotError:

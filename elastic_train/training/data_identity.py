@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from elastic_train.training.epoch_dataset import EpochDataset
-from elastic_train.training.optimizers import parameters_of
+from elastic_train.training.optimizers import parameters_of, sizes_of
 from elastic_train.training.state import TrainState
 from elastic_train.wording import count
 
@@ -84,7 +84,7 @@ def identify_state(state: TrainState) -> dict[str, str]:
             order = [names.get(id(one)) for one in parameters_of(optimizer)]
             trained[f"{KIND_OF}{place}"] = type(optimizer).__name__
             trained[f"{ORDER_OF}{place}"] = f"{count(len(order), 'parameter')} ({_digest(order)})"
-            trained[f"groups of {place}"] = f"{[len(group['params']) for group in optimizer.param_groups]}"
+            trained[f"groups of {place}"] = f"{sizes_of(optimizer)}"
     return {
         "the model": f"{count(len(tensors), 'tensor')} of {count(numbers, 'number')} ({digest})",
         **trained,

@@ -39,7 +39,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,9 +122,11 @@ class OrderedReduction:
         self._buffers = Buffers(model)
         self._exchange = TreeExchange(world.rank, world.world_size, virtual_ranks)
         # gloo moves CUDA tensors through the host one collective at a time, and has no CUDA point to point.
-        self._is_staged = device.type == "cuda" and world.world_size > 1 and not _has_nccl()
-        if device.type == "cuda" and world.world_size > 1 and not self._is_staged:
-            self._exchange.connect(device)
+        self._is_staged = False
+        if device.type == "cuda" and world.world_size > 1:
+            self._is_staged = "nccl" not in str(dist.get_backend_config())
+            if not self._is_staged:
+                self._exchange.connect(device)
         self._staging: dict[tuple[int, int], Tensor] = {}
         self._names: list[str] = []
         self._parameters: list[nn.Parameter] = []
@@ -286,8 +287,3 @@ class OrderedReduction:
     def _add_rows(self, left: Row, right: Row) -> Row:
         self._free.append(right)
         return left.add(right)
-
-
-def _has_nccl() -> bool:
-    config: Any = dist.get_backend_config()
-    return "nccl" in str(config)

@@ -222,7 +222,7 @@ def hash_of(parts: Mapping[str, Any]) -> int:
             text.append(f"{name} {value.dtype} {tuple(value.shape)}")
             tensors.setdefault(value.device, []).extend(dense_parts(value))
     for device, found in tensors.items():
-        text += map(str, _sums(found, device))
+        text += map(str, torch.stack(_sums_there(found, device)).tolist())
     return _digest(";".join(text).encode())
 
 
@@ -290,10 +290,6 @@ def _plain(state: Any) -> Any:
 
 def _digest(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
-
-
-def _sums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
-    return [int(one) for one in torch.stack(_sums_there(tensors, device)).tolist()]
 
 
 @torch.no_grad()

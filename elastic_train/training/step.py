@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple
@@ -132,16 +132,10 @@ def clip_gradients(
     in units of the unscaled loss. `others` are trained by other optimizers, without a scaler."""
     if scaler is not None:
         scaler.unscale_(optimizer)
-    with one_thread():  # machines with different numbers of cores would round the norm differently
-        nn.utils.clip_grad_norm_([*parameters_of(optimizer), *others], max_norm)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
     number = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # machines with different numbers of cores would round the norm differently
     try:
-        yield
+        nn.utils.clip_grad_norm_([*parameters_of(optimizer), *others], max_norm)
     finally:
         torch.set_num_threads(number)
 
