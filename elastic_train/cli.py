@@ -34,7 +34,7 @@ from elastic_train.tools.commands import (
     verify_snapshots,
     write_report,
 )
-from elastic_train.wording import flags_in, no_value, unrecognized
+from elastic_train.wording import empty_values, flags_in, no_value, unrecognized
 
 Command = Callable[[argparse.Namespace], int]
 OF_EACH_NODE = "run directory; if the nodes do not share one, that of each node"
@@ -112,15 +112,13 @@ class _Parser(argparse.ArgumentParser):
 
     def _require_values(self, words: Sequence[str]) -> None:
         """Raises: UsageError: a value is empty, except behind `--` and for flags with an empty default."""
-        own = list(words[: words.index("--")] if "--" in words else words)
         defaults = {
             name: action.default for action in self._actions if action.nargs != 0 for name in action.option_strings
         }
-        for before, word in itertools.pairwise(["", *own]):
-            name, equals, value = word.partition("=") if word.startswith("--") else (before, "=", word)
-            if not equals or value or defaults.get(name) == "":
-                continue
-            raise UsageError(no_value(name) if name in defaults else "an argument has no value: is a variable not set?")
+        for name in empty_values(itertools.takewhile(lambda word: word != "--", words)):
+            if defaults.get(name) != "":
+                given = no_value(name) if name in defaults else "an argument has no value: is a variable not set?"
+                raise UsageError(given)
 
 
 def _is_of_worker(name: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 from elastic_train.errors import UsageError
 from elastic_train.preemption import notices_flag
 from elastic_train.snapshot_interval import interval_of, steps_or_text
-from elastic_train.wording import flag_without_value, nearest_multiples, no_value, of_torchrun, unrecognized
+from elastic_train.wording import empty_values, flags_in, nearest_multiples, no_value, of_torchrun, unrecognized
 
 DOWNLOADABLE = ("mnist", "fashion-mnist", "cifar10")
 IS_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash is enough: `Path` reduces the two of a URL to one
@@ -315,14 +315,17 @@ def parse(
     if own_flags is not None:
         check_own_flags(own_flags, names_of(*scopes))
         parser.add_arguments(own_flags, dest="own_flags")
-    _require_values(arguments)
+    if empty := [name for name in empty_values(arguments) if name]:
+        raise UsageError(no_value(empty[0]))
     parsed, unknown = parser.parse_known_args(list(arguments))
     if unknown:
         hint = of_torchrun(unknown)
         known = [] if hint else [name for action in parser._actions for name in action.option_strings]
         raise UsageError(unrecognized(unknown, known, f"{hint}--help lists all flags"))
     given = {name: value for scope in scopes for name, value in vars(getattr(parsed, _dest(scope))).items()}
-    _require_values(arguments, {flag(name) for name, value in given.items() if value is None})
+    unset = {flag(name) for name, value in given.items() if value is None}
+    if alone := [name for name in flags_in(arguments) if name in unset]:  # `--task` without a value
+        raise UsageError(no_value(alone[0]))
     config = Config(**given, own_flags=getattr(parsed, "own_flags", None))
     config.check()
     if TaskFlags in scopes:
@@ -333,13 +336,6 @@ def parse(
 def _dest(scope: type) -> str:
     """The name of the scope's group in `--help`, such as `step`."""
     return scope.__name__.removesuffix("Flags").lower()
-
-
-def _require_values(arguments: Sequence[str], unset: Collection[str] = ()) -> None:
-    """Raises: UsageError: a flag has an empty value (`--task ""`, `--task=`), or is in `unset` although it is given
-    (`--task` alone). A shell variable is probably not set; the default is not meant."""
-    if (name := flag_without_value(arguments, unset)) is not None:
-        raise UsageError(no_value(name))
 
 
 def value_of(arguments: Sequence[str], name: str) -> str | None:

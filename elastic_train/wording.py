@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 
 # torchrun's own options, of torch 2.11 to 2.15, to tell its arguments from the program's.
@@ -59,17 +59,17 @@ def flags_in(words: Iterable[str]) -> list[str]:
     return [word.partition("=")[0] for word in words if word.startswith("--")]
 
 
-def flag_without_value(words: Sequence[str], unset: Collection[str]) -> str | None:
-    """The first flag of a command line with an empty value, or in `unset` although it is given; else None."""
+def empty_values(words: Iterable[str]) -> Iterator[str]:
+    """Yield the flag before each empty value of a command line (`--task ""`, `--task=`); "" if there is no flag. A
+    shell variable is probably not set; the default is not meant."""
     before = ""
     for word in words:
         name, equals, value = word.partition("=")
-        if name in unset or (equals and not value and name.startswith("--")):
-            return name
-        if not word and before.startswith("--"):
-            return before
+        if not word:
+            yield before if before.startswith("--") else ""
+        elif equals and not value and name.startswith("--"):
+            yield name
         before = word
-    return None
 
 
 def no_value(name: str) -> str:
