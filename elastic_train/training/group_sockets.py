@@ -165,7 +165,7 @@ class GroupSockets:
         """Record the present connections to this port as those to the new group's store."""
         with self._lock:
             found = self._present().items()
-            self._of_store = frozenset(name for fd, name in found for _, there in _peer_of(fd, name) if there == port)
+            self._of_store = frozenset(name for fd, name in found if (peer := ends_of(fd, name)[1]) and peer[1] == port)
 
     def complete(self, nccl: dist.ProcessGroup | None = None) -> None:
         """Record that the group stands, except for NCCL's part; later sockets do not belong to it. `nccl` is the group,
@@ -302,36 +302,34 @@ class GroupSockets:
                     os.close(fd)
 
 
+def ends_of(fd: int, name: str) -> tuple[Address | None, Address | None]:
+    """Return the addresses of one of `open_sockets`: (own, the peer's); no peer's if it listens. Neither if it is no IP
+    connection, or is over."""
+    with suppress(OSError), copy_of_socket(fd, name) as copy:
+        if copy.family in (socket.AF_INET, socket.AF_INET6):
+            is_listening = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return copy.getsockname()[:2], None if is_listening else copy.getpeername()[:2]
+    return None, None
+
+
 def listening_address(fd: int, name: str) -> Address | None:
     """Return the address at which one of `open_sockets` listens, or None."""
-    with suppress(OSError), copy_of_socket(fd, name) as copy:
-        if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockopt(
-            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-        ):
-            host, port = copy.getsockname()[:2]
-            return str(host), int(port)
-    return None
+    own, peer = ends_of(fd, name)
+    return own if peer is None else None
 
 
 def connections_at(mine: Sequence[Address], theirs: Sequence[Address]) -> dict[int, str]:
     """Return this process's connections that were accepted at one of `mine`, or made to one of `theirs`."""
-    found = {}
-    for fd, name in open_sockets().items():
-        with suppress(OSError), copy_of_socket(fd, name) as copy:
-            if copy.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            here, there = copy.getsockname()[:2], copy.getpeername()[:2]  # raises for one that listens
-            if here in mine or there in theirs:
-                found[fd] = name
-    return found
+    ends = ((fd, name, *ends_of(fd, name)) for fd, name in open_sockets().items())
+    return {fd: name for fd, name, own, peer in ends if peer is not None and (own in mine or peer in theirs)}
 
 
 def groups_beside(sockets: Mapping[int, str], others: Collection[str]) -> dict[int, str]:
     """Connections to the hosts to which these `sockets` of a group lead, as gloo makes them; those of `others` are
     none."""
-    hosts = {host for fd, name in sockets.items() for host, _ in _peer_of(fd, name)}
+    hosts = {peer[0] for fd, name in sockets.items() if (peer := ends_of(fd, name)[1])}
     new = {fd: name for fd, name in open_sockets().items() if name not in others} if hosts else {}
-    theirs = ((fd, name) for fd, name in new.items() if any(host in hosts for host, _ in _peer_of(fd, name)))
+    theirs = ((fd, name) for fd, name in new.items() if (peer := ends_of(fd, name)[1]) and peer[0] in hosts)
     return {fd: name for fd, name in theirs if _is_as_gloo_sets(fd, name)}
 
 
@@ -343,12 +341,3 @@ def _is_as_gloo_sets(fd: int, name: str) -> bool:
         limits = {copy.getsockopt(socket.SOL_SOCKET, one, 16) for one in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)}
         return len(limits) == 1 and any(limits.pop()) and all(copy.getsockopt(*switch) for switch in switches)
     return False
-
-
-def _peer_of(fd: int, name: str) -> list[Address]:
-    """Return the peer's address as a list of one; empty if the socket is no IP connection."""
-    with suppress(OSError), copy_of_socket(fd, name) as copy:
-        if copy.family in (socket.AF_INET, socket.AF_INET6):
-            host, port = copy.getpeername()[:2]
-            return [(str(host), int(port))]
-    return []
