@@ -20,6 +20,7 @@ from rich.console import Console
 from elastic_train.tools.audit.audit import CHECKS
 from elastic_train.tools.audit.record import FaultRecord, Record, read_drill
 from elastic_train.tools.drills import conductor as conductor_module
+from elastic_train.tools.drills.catalogue import FAULTS
 from elastic_train.tools.drills.cluster import Cluster, NodeState, Place
 from elastic_train.tools.drills.conductor import Conductor
 from elastic_train.tools.drills.drill import _Ends, _judge
@@ -130,6 +131,20 @@ def test_what_the_job_does_not_get_over_is_undone(tmp_path: Path, conductor: Con
     assert fault.num_undone == 1
     found = recorded(tmp_path)
     assert (found.recovered_seconds, found.undone_at is not None) == (None, True)
+
+
+def test_an_endpoint_whose_host_has_left_gets_it_back(conductor: Conductor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the job trains to its end before the host of its endpoint can be killed."""
+    cluster, started = conductor._cluster, list[Place]()
+    monkeypatch.setattr(Cluster, "is_settled", True)
+    monkeypatch.setattr(Cluster, "hosting", [])
+    monkeypatch.setattr(cluster, "start", started.append)
+    for name, inside, expected in (("kill-endpoint", 2, 1), ("kill", 2, 0), ("kill-two", 2, 1), ("kill-two", 3, 0)):
+        monkeypatch.setattr(Cluster, "inside", cluster.places[1:] * inside)
+        conductor._plan = [(0, Planned(0.0, name))]
+        conductor._replace_lost(conductor.new_fault(FAULTS[name], 0))
+        assert started == cluster.places[:expected], name
+        started.clear()
 
 
 def test_what_passes_lasts_from_when_it_was_in_force(conductor: Conductor) -> None:

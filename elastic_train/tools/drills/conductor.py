@@ -124,12 +124,12 @@ class Conductor:
         self._due_since = None
 
     def _replace_lost(self, fault: Fault) -> None:
-        """Start a node if the fault needs one more: an overloaded machine may cause the loss of nodes without a fault.
-        The audit reports them."""
+        """Start a node if the fault lacks one: a fault has taken the host of the endpoint, or an overloaded machine has
+        caused the loss of nodes without a fault. The audit reports these."""
         cluster = self._cluster
-        if cluster.is_settled and cluster.vacant and not self._open and len(cluster.inside) < fault.least_nodes():
+        if cluster.is_settled and cluster.vacant and not self._open and (missing := fault.lacks_node()) is not None:
             place = cluster.vacant[0]
-            self._timeline.log(f"{place.name} starts: {fault.name} needs {fault.least_nodes()} nodes")
+            self._timeline.log(f"{place.name} starts for {fault.name}: {missing}")
             cluster.start(place)
 
     def new_fault(self, kind: type[Fault], number: int, targets: list[Place] | None = None) -> Fault:

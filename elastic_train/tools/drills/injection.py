@@ -132,8 +132,10 @@ class Fault:
 
     def not_yet(self) -> str | None:
         """The missing precondition; None when the fault may be injected."""
-        if not self.cluster.is_settled:
-            return "the world is not settled"
+        return self.lacks_node() if self.cluster.is_settled else "the world is not settled"
+
+    def lacks_node(self) -> str | None:
+        """Why another node has to start first; None if those that are in suffice."""
         if len(self.cluster.inside) < self.least_nodes():
             return f"only {len(self.cluster.inside)} healthy nodes are in"
         if self.holder is not None and not self.holder.find(self.cluster):
