@@ -177,6 +177,18 @@ def test_a_job_of_which_no_node_could_start_its_task_is_no_success(nodes: str, t
 
 
 @pytest.mark.parametrize("nodes", ["2", "1:2"])
+@pytest.mark.parametrize("then", ["mv {} {}.before", "mv {} {}.before; ln -s {}.before {}"])
+def test_a_job_whose_logs_were_moved_has_not_failed(nodes: str, then: str, tmp_path: Path) -> None:
+    """As by --fresh, which moves all that is in the run directory."""
+    logs = f"{tmp_path}/run/slurm"
+    job = SlurmJob(nodes=nodes, setup="true", run_dir=str(tmp_path / "run"), is_checked=False)
+    srun = f'case "$*" in *torchrun*) touch {logs}/7-n1.log; {then.replace("{}", logs)};; esac'
+    env = with_programs(tmp_path, srun=srun)
+    done = subprocess.run(["bash"], input=write_script(job), capture_output=True, text=True, timeout=60, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
 def test_a_slurm_that_does_not_answer_as_the_time_runs_out_ends_no_job(nodes: str, tmp_path: Path) -> None:
     """SLURM itself ends the steps, at the time limit; then the job starts again."""
     job = SlurmJob(nodes=nodes, setup="true", run_dir=str(tmp_path / "run"), is_checked=False)
