@@ -39,7 +39,11 @@ def worker_files(folder: Path) -> list[Path]:
     Raises: RunDirectoryError: it cannot be listed. `glob` would take it for empty, and a start would begin anew.
     """
     try:
-        return sorted(path for path in folder.iterdir() if path.suffix == ".jsonl")
+        try:
+            found = [*folder.iterdir()]
+        except OSError:  # a file server may fail for a moment
+            found = [*folder.iterdir()]
+        return sorted(path for path in found if path.suffix == ".jsonl")
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -652,6 +652,25 @@ def test_a_start_does_not_begin_anew_where_the_events_cannot_be_listed(
             read()
 
 
+def test_a_file_server_that_fails_once_ends_no_training(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members list the folder also where they restore a state in mid-run."""
+    directory.events_dir.mkdir()
+    (directory.events_dir / "a.jsonl").write_text('{"event": "world", "generation": 7, "step": 90}\n')
+    listed, fails = Path.iterdir, [True]
+
+    def list_once_more(path: Path) -> Iterator[Path]:
+        if fails:
+            fails.clear()
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", list_once_more)
+    assert directory.traces().generation == 7
+    assert fails == []
+
+
 def test_steps_that_a_restart_lost_are_lost_once() -> None:
     """The join after it begins where the restart had come to, and not where the run had been before."""
     assert newest_of([[11, 1285], [12, 1127], None]) == (12, 1127)
