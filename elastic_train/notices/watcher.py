@@ -102,17 +102,21 @@ class NoticeWatcher:
             self._follow(replace(found, host=self._host) if found is not None else None)
 
     def _follow(self, found: PreemptionNotice | None) -> None:
-        before, self._standing = self._standing, found
+        before = self._standing
         is_due = found is not None and found.is_due(self._now(), self._save_seconds())
         is_other = found is not None and (before is None or _is_other(found, before))
         if before is not None and (found is None or (self._is_leaving and is_other and not is_due)):
             self._is_leaving = False
             self._listener.withdraw(before)  # before `leave`: the last call counts
-        if found is not None and is_due and (is_other or not self._is_leaving):
-            self._is_leaving = True
-            self._listener.leave(found)
-        if found is not None and is_other:  # after `leave`: it writes to the run directory, which may hang
-            self._listener.hear(found)
+        self._standing = found  # after `withdraw`, which is called again if it fails; so is `leave`
+        try:
+            if found is not None and is_due and (is_other or not self._is_leaving):
+                self._is_leaving = False
+                self._listener.leave(found)
+                self._is_leaving = True
+        finally:
+            if found is not None and is_other:  # after `leave`: it writes to the run directory, which may hang
+                self._listener.hear(found)
 
 
 def _is_other(found: PreemptionNotice, before: PreemptionNotice) -> bool:

@@ -710,3 +710,26 @@ def test_the_thread_asks_again_whatever_goes_wrong(caplog: pytest.LogCaptureFixt
         time.sleep(0.01)
     heard.watcher.close()
     assert len(caplog.records) == 1, "told once"
+
+
+@pytest.mark.parametrize("way", ["leave", "withdraw"])
+def test_what_could_not_be_told_is_told_at_the_next_turn(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no thread can be started for the time of a notice: the other workers of the node must hear of it."""
+    heard, notice = Heard(), PreemptionNotice("s", "now")
+    if way == "withdraw":
+        assert heard.after(notice) == [("leave", "now"), ("hear", "now")]
+
+    def refuse(_notice: PreemptionNotice) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(heard, way, refuse)
+        with pytest.raises(RuntimeError):
+            heard.after(notice if way == "leave" else None)
+    if way == "leave":
+        assert heard.calls == [("hear", "now")]
+        assert heard.after(notice) == [("leave", "now")]
+        assert heard.after(notice) == [], "told once"
+    else:
+        assert heard.after(None) == [("withdraw", "now")]
+        assert heard.after(None) == [], "told once"
