@@ -120,16 +120,15 @@ class ExitBarrier:
     def arrive_for(self, dead: Collection[str]) -> None:
         """Count dead nodes as arrived, so that no agent waits 300 s for them. The next round has its own barrier."""
         new = {*dead} - self._arrived_for
-        self._arrived_for |= new
-        if not new or self._members[0] in new:  # rank 0 served the barrier: its death has released all that waited
-            return
 
         def arrive() -> None:  # an error: the server is gone, which has released the agents that waited there
             store = self._store.clone()
             if store.add(self._counter, len(new)) >= len(self._members):
                 store.set(self._flag, "everybody who lives has arrived")
 
-        answer_of(arrive, "exit-barrier")
+        if new and self._members[0] not in new:  # rank 0 served the barrier: its death has released all that waited
+            answer_of(arrive, "exit-barrier")
+        self._arrived_for |= new  # at last: where no thread can be started, the next turn tries again
 
     def is_begun(self, seconds: float) -> bool | None:
         """Return whether an agent has finished and waits here; None if the server is frozen or gone: then a node is

@@ -147,6 +147,23 @@ def test_the_barrier_of_torchs_agent_lets_go_when_the_dead_are_counted() -> None
     assert store.get(counter) == b"3"
 
 
+def test_the_dead_are_counted_later_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    barrier = ExitBarrier(store, RUN_ID, 7, ["first", "second", "third"])
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            barrier.arrive_for(["second"])
+    barrier.arrive_for(["second"])
+    barrier.arrive_for(["second"])
+    counter, _ = exit_barrier_keys(RUN_ID, 7)
+    wait_until(lambda: store.add(counter, 0) == 1, "the arrival for the dead node", 10.0)
+
+
 def test_the_barrier_on_a_frozen_node_holds_up_no_lease() -> None:
     """torch's calls there have no deadline, and the thread that makes them keeps this node's leases."""
     code = (
