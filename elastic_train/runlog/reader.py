@@ -44,7 +44,7 @@ def worker_files(folder: Path) -> list[Path]:
         except OSError:  # a file server may fail for a moment
             found = [*folder.iterdir()]
         return sorted(path for path in found if path.suffix == ".jsonl")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         what = f"{os.path.realpath(folder)} cannot be read: {cause_of(error)}"

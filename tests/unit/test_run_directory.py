@@ -652,6 +652,12 @@ def test_a_start_does_not_begin_anew_where_the_events_cannot_be_listed(
             read()
 
 
+def test_a_file_in_place_of_the_folder_of_events_ends_no_training(directory: RunDirectory) -> None:
+    """The events are not written then, with a warning. Nothing of an earlier run can be in it."""
+    directory.events_dir.touch()
+    assert directory.traces() == Traces(None, None, None)
+
+
 def test_a_file_server_that_fails_once_ends_no_training(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
