@@ -285,7 +285,7 @@ class Survivors:
         agreement = Agreement(
             self._job,
             world,
-            Presence(world.generation, unreachable),
+            Presence(world.generation, unreachable, holds_state=self._job.holds_state()),
             contacts,
             status=status,
             newcomers=lambda: self._newcomers(world),

@@ -62,6 +62,8 @@ class Presence:
     """uids of old members that it has proven dead in time"""
     lacks_place: bool = False
     """whether the place for claims does not answer it: then a member that gets an answer there is to propose"""
+    holds_state: bool = False
+    """whether it has the run's state"""
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,10 @@ class Agreement:
         gone |= {uid for rank in side for uid in self._present[rank].dead}
         return gone - {self._world.members[rank].uid for rank in side}
 
+    def _holding(self, side: Collection[int]) -> frozenset[str]:
+        """Return the uids of members of this side that report to have the run's state."""
+        return frozenset(self._world.members[rank].uid for rank in side if self._present[rank].holds_state)
+
     def _ended(self, out: Sequence[Member], gone: Collection[str]) -> frozenset[str]:
         """Return `job.ended_holders`; nothing if a member in `out` may live, for that member may have a state."""
         is_anybody_silent = any(one.uid not in gone and not self._contacts.is_gone(one) for one in out)
@@ -304,6 +310,7 @@ class Agreement:
         outcome = job.decide(
             world, decision.to_json(), [world.rank, *reachable],
             dead=frozenset(gone), ended=ended, answering=answering,
+            holding=self._holding(verdict.members),
         )  # fmt: skip
         if isinstance(outcome, Denied):
             self.asks_others = bool(outcome.votes)

@@ -126,8 +126,8 @@ class Round:
     """uids of members of this world that answer pings, whether they take part or not"""
     ended: frozenset[str] = frozenset()
     """result of `PeerJob.ended_holders`: a claim does not wait for the votes of these members"""
-    own_state: frozenset[str] = frozenset()
-    """uid of this member if it has the run's state, also where no member has settled the world yet"""
+    holding: frozenset[str] = frozenset()
+    """uids of members of this side that have the run's state, also where no member has settled the world yet"""
     needs_votes: bool = True
     """False if a claim makes up for votes"""
     needs_all: bool = False
@@ -218,7 +218,7 @@ class Ballots:
         if standing is not None:
             return self._follow(round_, standing)
         # Members without a state may not take the job over by a claim alone: if all that had it are dead, votes count.
-        holders = self._known.holders(round_.dead) | round_.own_state
+        holders = self._known.holders(round_.dead) | round_.holding
         is_enough = bool(holders) and self._arbitration.is_enough(self._known.voters)
         if not may_go_on(worlds, side) and not (is_enough and self._arbitration.has_given_way(world.uid)):
             return self._elsewhere.denied(round_, missing_votes(worlds, side))
@@ -281,9 +281,10 @@ class Ballots:
         # Enough of the voters must be in the new world: a vote does not hand over the state.
         if chosen is proposal and round_.needs_votes and not may_go_on(worlds, members):
             return self._elsewhere.denied(round_, missing_votes(worlds, members))
-        holders = self._known.holders(round_.dead) | round_.own_state
-        if chosen is proposal and holders and not holders & members:  # they released their votes, but have the state
-            return self._elsewhere.denied(round_, sorted(holders))
+        heirs_of = () if round_.ended else worlds  # where the holders have ended nobody else is silent
+        awaited = self._known.holders_outside(members, heirs_of, round_.dead, round_.holding)
+        if chosen is proposal and awaited:  # also those that released their votes
+            return self._elsewhere.denied(round_, sorted(awaited))
         return ballot, list(promises), chosen
 
     def _accept(self, round_: Round, ballot: Ballot, voters: Sequence[int], chosen: str) -> set[int]:

@@ -84,7 +84,7 @@ class BranchOff:
             return None  # the branch would not train
         gone = denied.dead | set(decision.dead)
         # In a world that is not settled yet its members may have the state as well.
-        if not denied.own_state and not (self._known.has_state and self._known.holders(gone)):
+        if not denied.holding and not (self._known.has_state and self._known.holders(gone)):
             return None
         without = [one.without(gone) for one in worlds]
         return self._ballots.decide_by_votes(

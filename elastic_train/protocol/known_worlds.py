@@ -150,6 +150,23 @@ class KnownWorlds:
         first = self.voters[0]  # read once: the other thread may settle a world
         return set(first.members) - first.dead - set(dead)
 
+    def holders_outside(
+        self, members: Collection[str], worlds: Sequence[Voters], dead: Collection[str], holding: Collection[str]
+    ) -> set[str]:
+        """Return the uids of those that may have the state and are not in `members`; none if one of these has it.
+
+        If all members of the last settled world are dead, any member of a later one may have got the state from them.
+
+        Args:
+            worlds: since the last settled one, without the dead and released votes.
+            holding: uids of members that are known to have the state.
+        """
+        holders = self.holders(dead) | set(holding)
+        if holders:
+            return set() if holders & set(members) else holders
+        heirs = {uid for voters in worlds for uid in voters.members if uid not in voters.dead}
+        return heirs - set(members) if self.has_state else set()
+
     def left_out(self, world: World) -> set[str]:
         """Return the members of earlier worlds that may train on without knowing of this one."""
         inside = {member.uid for member in world.members} | self._released()

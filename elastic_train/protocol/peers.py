@@ -31,6 +31,8 @@ from elastic_train.protocol.probes import probe_all
 from elastic_train.protocol.store import NUM_PROPOSERS, Answer, Clients, KeyValueStore, OwnStore, entries
 from elastic_train.world import Address, Member, World
 
+NOBODY: frozenset[str] = frozenset()
+
 
 class Facts:
     """The facts of the whole job, each fixed once: the first proposal under a name counts.
@@ -293,19 +295,19 @@ class PeerJob:
         return self.place.ended_holders(self._known.voters, gone)
 
     def decide(
-        self, world: World, proposal: str, reachable: Sequence[int], *, dead: frozenset[str] = frozenset(),
-        ended: frozenset[str] = frozenset(), answering: frozenset[str] = frozenset(),
+        self, world: World, proposal: str, reachable: Sequence[int], *, dead: frozenset[str] = NOBODY,
+        ended: frozenset[str] = NOBODY, answering: frozenset[str] = NOBODY, holding: frozenset[str] = NOBODY,
     ) -> str | Denied:  # fmt: skip
         """Make the proposal, or an earlier accepted one, the successor of `world`.
 
         Args:
             reachable: ranks that may be asked, this member's first.
             dead: uids of members of `world` that are proven dead in time or have left.
-            ended: the result of `ended_holders`.
+            ended: the result of `ended_holders`. holding: uids of members that have the run's state.
             answering: uids of members that answer pings, whether they take part or not.
         """
-        voters, own_state = self._known.voters_without(dead), frozenset({world.me.uid} if self.holds_state() else ())
-        return self._decide(Round(self._clients, world, voters, proposal, reachable, dead, answering, ended, own_state))
+        voters = self._known.voters_without(dead)
+        return self._decide(Round(self._clients, world, voters, proposal, reachable, dead, answering, ended, holding))
 
     def release(self, world: World, decision: Decision) -> None:
         """As `Ballots.release`."""

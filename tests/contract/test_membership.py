@@ -415,8 +415,8 @@ def test_a_claim_hands_the_job_to_no_world_without_the_state(tmp_path: Path) -> 
         jobs[0].place.note(voters.world, is_shared=True)
     jobs[0].facts.known["job_token"] = "token"
     proposals = [Decision(9, "after", ranks).to_json() for ranks in ((newcomer[1].rank,), (0, newcomer[1].rank))]
-    jobs[0].holds_state = lambda: True
-    [without, within] = [partial(jobs[0].decide, worlds[0], one, [0]) for one in proposals]
+    holding = frozenset({worlds[0].me.uid})
+    [without, within] = [partial(jobs[0].decide, worlds[0], one, [0], holding=holding) for one in proposals]
     without()  # from now on its claim would be enough
     form.clock.now += 2 * PEER_TIMEOUT
     assert isinstance(without(), Denied)

@@ -46,6 +46,15 @@ def only_holder_dies(hosts: int, delay: float) -> Plan:
     return replace(quiet, faults=((at, "kill", 0),), recovers_at=None, seconds=at + 5.0)
 
 
+def heir_falls_silent(lease: float | None, later: float) -> Plan:
+    """One has trained alone, two others are admitted, and cannot hear each other: the first of these gets no state, the
+    second one does, and trains. Then the first one of all is killed."""
+    quiet = replace(plan(3, recovers_at=6.0, founders=1, min_nodes=1, num_endpoints=3), lease=lease)
+    at = when(quiet, "enters generation 1") + later
+    faults = ((at, "cut", 1, 2), (at + 1.15 * TIMEOUT, "kill", 0))
+    return replace(quiet, faults=faults, recovers_at=at + 1.15 * TIMEOUT + 3.0)
+
+
 def holder_falls_silent(hosts: int, later: float, lease: float | None = None) -> Plan:
     """All share a directory, or use etcd. One has trained alone, others are admitted, and it freezes a moment later."""
     quiet = replace(plan(hosts, recovers_at=6.0, founders=1, min_nodes=1), lease=lease)

@@ -196,7 +196,10 @@ class Simulation:
             newest = max((commit.step for told in self.worlds.values() for commit in told.commits), default=0)
             # What somebody kept from before is outdated where those who came further have died.
             least = max(2, newest - 1)
-            holders = [one for one in self.living if max(one.last_step, one.kept.step if one.kept else 0) >= least]
+            # Who comes back has saved what it keeps: a world with it in it begins with that, where a disk is.
+            inside = {member.uid for member in world.members}
+            kept = {one.uid: one.kept.step for one in self.living if one.kept is not None and one.uid not in inside}
+            holders = [one for one in self.living if max(one.last_step, kept.get(one.uid, 0)) >= least]
             if holders and checks.could_not_know(self, worker):
                 self.is_second_excused, holders = True, []
             self.starts[world.uid] = ", ".join(map(str, holders))  # of more than one step, which may be provisional

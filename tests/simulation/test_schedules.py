@@ -93,6 +93,13 @@ def test_who_was_left_out_is_back_soon_after_the_heal() -> None:
 
 
 @FORMS
+@pytest.mark.parametrize("later", [0.04, 0.08, 0.12, 0.16, 0.2, 0.24])
+def test_who_may_have_got_the_state_is_waited_for(lease: float | None, later: float) -> None:
+    """Who proposes has no state, and votes enough: all that had the state for sure are dead."""
+    assert len(run(directed.heir_falls_silent(lease, later)).starts) == 1
+
+
+@FORMS
 @pytest.mark.xfail(
     strict=True,
     raises=AssertionError,

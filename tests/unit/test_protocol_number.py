@@ -21,7 +21,13 @@ from elastic_train.version import PROTOCOL
 from elastic_train.world import Member, World
 
 TOLD = [Heartbeat, Presence, Decision, Member, Waiting, Register, Voters, Claim, Branch, Position, Plan]
-FORMATS = {1: "902a7333e18cfb21", 2: "bbd0d6e08d2f44ef", 3: "962980790e34a910", 4: "962980790e34a910"}
+FORMATS = {
+    1: "902a7333e18cfb21",
+    2: "bbd0d6e08d2f44ef",
+    3: "962980790e34a910",
+    4: "962980790e34a910",
+    5: "51ef7a2c442ce2e5",
+}
 """by number: the digest of all that is told; 4: the key under which the end of a job is told is another"""
 
 
