@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import itemgetter
@@ -27,7 +27,7 @@ from elastic_train.elastic.result import config_of
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.worker import Worker
 from elastic_train.elastic.world_report import new_incident
-from elastic_train.errors import FormationFailed, ObjectStoreError, SnapshotsInUse
+from elastic_train.errors import FormationFailed, ObjectStoreError, RunsMixed, SnapshotsInUse
 from elastic_train.protocol.addresses import use_interface_of
 from elastic_train.rendezvous.launch import max_nodes_of
 from elastic_train.runlog.event_types import LEFT_OUT, Started
@@ -70,6 +70,8 @@ class EarlierRun:
             worker.reporter.log("--fresh: a job is running here already: this node joins it, and moves nothing aside")
         # A worker that joins members with a state needs nothing from a bucket, which may be unreachable just now.
         self._look(is_needed=self._back is None and membership.published("run_uid") is None)
+        if not is_fresh and self._back is None:
+            require_run_of_job(self._offers, membership.published)
         worker.reporter.events.write(
             Started(
                 config=config_of(worker),
@@ -222,9 +224,7 @@ class EarlierRun:
         )
         if state.branches:
             self._membership.agreed_once(BRANCH, to_json(Branch(id_of(state.branches))))
-        # An earlier attempt, ended by a death, may have named the run already; then that name holds.
-        state.run_uid = self._membership.agreed_once("run_uid", state.run_uid)
-        self._membership.agreed_once("agreement", json.dumps(worker.agreement()))
+        self._publish(state)
         if restored.source == "snapshot":
             if started is not None and world.rank == 0 and (line := other_rates(started, peak_rates(state))):
                 worker.reporter.log(line)
@@ -239,6 +239,14 @@ class EarlierRun:
         if worker.config.reduction == "ordered":
             compare_fingerprints(worker, world)
         return restored
+
+    def _publish(self, state: TrainState) -> None:
+        """Tell newcomers which run it is, which runs it has replaced, and what they must agree with."""
+        agreed_once = self._membership.agreed_once
+        # An earlier attempt, ended by a death, may have named the run already; then that name holds.
+        state.run_uid = agreed_once("run_uid", state.run_uid)
+        agreed_once("superseded", json.dumps(state.superseded))
+        agreed_once("agreement", json.dumps(self._worker.agreement()))
 
     def warn_of_parted(self) -> None:
         """Warn if the job has begun again from an older state than this node's disk had, as this node came too late."""
@@ -274,6 +282,19 @@ class EarlierRun:
             f"{self._worker.bucket}"
         )
         return replace(past or NOTHING_SEEN, known=(generation, step, how))
+
+
+def require_run_of_job(offers: Sequence[SnapshotInfo], published: Callable[[str], str | None]) -> None:
+    """Raise RunsMixed if a job runs and has begun without the run of these snapshots. Its run would take over the run
+    directory, and no start would find the way back to them."""
+    run_uid, superseded = published("run_uid"), json.loads(published("superseded") or "[]")
+    other = next((offer for offer in offers if offer.run_uid not in {run_uid, *superseded}), None)
+    if run_uid is not None and other is not None:
+        raise RunsMixed(
+            f"host {other.host} has a snapshot of step {other.step} of another run, {other.path}, and the job that "
+            "runs has begun without it: to go on from there, stop that job and start again with this run directory; "
+            "to join it, give another --run-dir, or --fresh"
+        )
 
 
 def compare_fingerprints(worker: Worker, world: World) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from elastic_train.elastic import earlier_run
 from elastic_train.elastic.connect import Return
 from elastic_train.elastic.earlier_run import EarlierRun, note_restart
 from elastic_train.elastic.restore import ALL_GONE, Restored
-from elastic_train.errors import NewerGeneration, ObjectStoreError, SnapshotError
+from elastic_train.errors import NewerGeneration, ObjectStoreError, RunsMixed, SnapshotError
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.storage.bucket_owner import BucketOwner
 from elastic_train.storage.object_store import ObjectStore, Tries
@@ -62,10 +63,12 @@ def look(
     *,
     back: Return | None = None,
     published: str | None = None,
+    superseded: str | None = None,
+    config: Config = Config(),  # noqa: B008
     warnings: list[str],
     meets: bool = False,
 ) -> EarlierRun:
-    """At the bucket; `meets`: on the way to the others."""
+    """At the bucket; `meets`: on the way to the others, whose run is `published`."""
     directory = RunDirectory(run_dir)
     directory.create()
 
@@ -74,12 +77,13 @@ def look(
 
     worker: Any = SimpleNamespace(
         directory=directory,
-        config=Config(),
+        config=config,
+        host="n1",
         launch=Launch(),
         snapshots_dir=bucket,
         bucket=bucket,
         snapshot_key=None,
-        reporter=SimpleNamespace(warn=warnings.append, events=SimpleNamespace(write=meet)),
+        reporter=SimpleNamespace(warn=warnings.append, log=warnings.append, events=SimpleNamespace(write=meet)),
         state=SimpleNamespace(run_uid=""),
         device=torch.device("cpu"),
         task=SimpleNamespace(unused_flags=frozenset(), describe=dict),
@@ -87,7 +91,7 @@ def look(
         built_at=0.0,
     )
     membership: Any = SimpleNamespace(
-        published=lambda _name: published,
+        published={"run_uid": published, "superseded": superseded}.get,
         job=SimpleNamespace(entrance=SimpleNamespace(is_first=True)),
         address=("127.0.0.1", 1),
     )
@@ -290,6 +294,28 @@ def test_who_comes_to_others_needs_no_bucket(
     assert [warning.endswith("offers no snapshot to the others") for warning in warnings] == [True]
     with pytest.raises(ObjectStoreError):
         look(bucket, tmp_path, warnings=[], meets=True)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_node_with_snapshots_of_another_run_joins_no_job(
+    bucket: OwnedBucket, tmp_path: Path, *, is_known: bool
+) -> None:
+    """The job has begun without them. Its record would take the place of the run's in the directory, and no start
+    would find these snapshots again. Those of a run that the job has replaced are known."""
+    own(bucket, "X")
+    save(bucket, "X", 120)
+    come = partial(
+        look, bucket, tmp_path, published="Y", superseded='["X"]' if is_known else None, warnings=[], meets=True
+    )
+    if is_known:
+        come()
+    else:
+        with pytest.raises(RunsMixed, match=r"^host n2 has a snapshot of step 120 of another run, .* or --fresh$"):
+            come()
+    come(config=Config(fresh=True))
+    come(back=Return("was", (), False, 0, 0.0))
+    come(published="X")
+    come(published=None)
 
 
 def test_a_stop_of_all_makes_the_next_start_a_planned_one() -> None:
