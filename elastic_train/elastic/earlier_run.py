@@ -70,8 +70,8 @@ class EarlierRun:
             worker.reporter.log("--fresh: a job is running here already: this node joins it, and moves nothing aside")
         # A worker that joins members with a state needs nothing from a bucket, which may be unreachable just now.
         self._look(is_needed=self._back is None and membership.published("run_uid") is None)
-        if not is_fresh and self._back is None:
-            require_run_of_job(self._offers, membership.published)
+        if self._back is None:
+            self._files.replaced = replaced_by_joining(self._offers, membership.published, is_fresh=is_fresh)
         worker.reporter.events.write(
             Started(
                 config=config_of(worker),
@@ -284,17 +284,22 @@ class EarlierRun:
         return replace(past or NOTHING_SEEN, known=(generation, step, how))
 
 
-def require_run_of_job(offers: Sequence[SnapshotInfo], published: Callable[[str], str | None]) -> None:
-    """Raise RunsMixed if a job runs and has begun without the run of these snapshots. Its run would take over the run
-    directory, and no start would find the way back to them."""
+def replaced_by_joining(
+    offers: Sequence[SnapshotInfo], published: Callable[[str], str | None], *, is_fresh: bool
+) -> frozenset[str]:
+    """Return the uids of the runs of these snapshots that the run of a running job has not replaced before.
+
+    Raises: RunsMixed: there is one, and not `is_fresh`: that job's run would take over the run directory, and no start
+        would find the way back to the snapshots."""
     run_uid, superseded = published("run_uid"), json.loads(published("superseded") or "[]")
-    other = next((offer for offer in offers if offer.run_uid not in {run_uid, *superseded}), None)
-    if run_uid is not None and other is not None:
+    others = [offer for offer in offers if run_uid is not None and offer.run_uid not in {run_uid, *superseded}]
+    if others and not is_fresh:
         raise RunsMixed(
-            f"host {other.host} has a snapshot of step {other.step} of another run, {other.path}, and the job that "
-            "runs has begun without it: to go on from there, stop that job and start again with this run directory; "
-            "to join it, give another --run-dir, or --fresh"
+            f"host {others[0].host} has a snapshot of step {others[0].step} of another run, {others[0].path}, and the "
+            "job that runs has begun without it: to go on from there, stop that job and start again with this run "
+            "directory; to join it, give another --run-dir, or --fresh"
         )
+    return frozenset(offer.run_uid for offer in others)
 
 
 def compare_fingerprints(worker: Worker, world: World) -> None:

@@ -53,6 +53,8 @@ class RunFiles:
         self._remaking = threading.Lock()
         """held while one of two threads, the training or the saving one, looks if the run directory is there"""
         self._noted: RunRecord | None = None
+        self.replaced: frozenset[str] = frozenset()
+        """uids of runs of which this node has snapshots, and which it gave up by --fresh as it joined the job"""
         self._bucket = worker.bucket
         if self._bucket is not None:
             self._bucket.owner.warn = worker.reporter.warn
@@ -238,7 +240,7 @@ class RunFiles:
             self._bucket.owner.enter(
                 self.job_token, world.generation, state.run_uid, state.superseded, is_writer=world.rank == 0
             )
-        record = RunRecord(state.run_uid, state.superseded)
+        record = RunRecord(state.run_uid, tuple(sorted({*state.superseded, *self.replaced})))
         if not world.is_directory_leader or record == self._noted:
             return
         try:

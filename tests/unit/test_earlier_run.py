@@ -312,7 +312,7 @@ def test_a_node_with_snapshots_of_another_run_joins_no_job(
     else:
         with pytest.raises(RunsMixed, match=r"^host n2 has a snapshot of step 120 of another run, .* or --fresh$"):
             come()
-    come(config=Config(fresh=True))
+    assert come(config=Config(fresh=True))._files.replaced == (set() if is_known else {"X"})
     come(back=Return("was", (), False, 0, 0.0))
     come(published="X")
     come(published=None)

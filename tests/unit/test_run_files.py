@@ -17,6 +17,7 @@ from elastic_train.errors import RunDirectoryError, RunDirectoryInUse, SnapshotE
 from elastic_train.storage import ownership
 from elastic_train.storage.ownership import Ownership
 from elastic_train.storage.run_directory import SNAPSHOTS, RunDirectory
+from elastic_train.storage.run_record import RunRecord, read_record
 from elastic_train.world import World
 from tests.unit.test_liveness import make_member
 
@@ -69,6 +70,14 @@ def test_who_shares_the_directory_and_comes_to_a_job_that_was_renamed_sees_so(di
     name = disk.directory.identity("job")
     disk.files.take_token("renamed")
     assert RunDirectory(disk.directory.path).identity("renamed") == name
+
+
+def test_the_record_of_a_run_names_those_that_this_node_gave_up(disk: SlowDisk) -> None:
+    """By --fresh, as it joined a job. Later starts know then that its snapshots of these are not meant."""
+    disk.files._worker.state = SimpleNamespace(run_uid="Y", superseded=("W",))  # type: ignore[assignment]
+    disk.files.replaced = frozenset({"X"})
+    disk.files.note_run(world_of(3))
+    assert read_record(disk.directory.path) == RunRecord("Y", ("W", "X"))
 
 
 def test_a_run_directory_that_fails_keeps_no_snapshot_from_a_bucket(
