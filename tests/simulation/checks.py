@@ -256,11 +256,15 @@ def check_queue(simulation: Simulation) -> None:
         for one in trainers:
             if one.world is not None:
                 sides.setdefault(one.world.uid, []).append(one)
-        for side in sides.values():
-            cut_off = [one for one in newcomers if not all(_hear_each_other(simulation, one, other) for other in side)]
+        for uid, side in sides.items():
+            later = simulation.worlds[uid].generation + 1
+            ahead = [one for one in simulation.living if one.world is not None and one.world.generation == later]
+            candidates = [*newcomers, *ahead]
+            cut_off = [one for one in candidates if not all(_hear_each_other(simulation, one, other) for other in side)]
             # The side may be forming a group with one that is cut off, or it has waited before it went on as a branch.
             limit = JOIN_SECONDS + AHEAD_SECONDS * bool(cut_off) + BRANCH_SECONDS * plan.goes_on
-            if newcomer not in cut_off and now - newcomer.began_at > limit and _can_join(simulation, newcomer, side):
+            since = max(newcomer.began_at, simulation.worlds[uid].last_entered_at)
+            if newcomer not in cut_off and now - since > limit and _can_join(simulation, newcomer, side):
                 simulation.fail(f"idle in the queue beside those who train: {newcomer}, {_states(side)}")
 
 

@@ -200,6 +200,9 @@ class Simulation:
             inside = {member.uid for member in world.members}
             kept = {one.uid: one.kept.step for one in self.living if one.kept is not None and one.uid not in inside}
             holders = [one for one in self.living if max(one.last_step, kept.get(one.uid, 0)) >= least]
+            # A branch may have taken its first step with it, before the others had that.
+            branch = self.worlds[world.uid].branch
+            holders = [one for one in holders if one.world is None or self.worlds[one.world.uid].branch == branch]
             if holders and checks.could_not_know(self, worker):
                 self.is_second_excused, holders = True, []
             self.starts[world.uid] = ", ".join(map(str, holders))  # of more than one step, which may be provisional
