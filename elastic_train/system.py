@@ -279,6 +279,13 @@ def starts(thread: threading.Thread) -> bool:
     return True
 
 
+def twice(read: Callable[[], Answer], failure: type[Exception]) -> Answer:
+    """Read, and a second time if that raises `failure`: a file server may fail for a moment."""
+    with suppress(failure):  # it is gone when the second read begins: its frames hold what was read
+        return read()
+    return read()
+
+
 def through_suspends() -> float:
     """A monotonic clock that goes on while the machine is suspended, because other machines may train meanwhile."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import RunDirectoryError, cause_of
+from elastic_train.system import twice
 
 Line = dict[str, Any]
 TAIL_BYTES = 64 * 1024
@@ -39,11 +40,7 @@ def worker_files(folder: Path) -> list[Path]:
     Raises: RunDirectoryError: it cannot be listed. `glob` would take it for empty, and a start would begin anew.
     """
     try:
-        try:
-            found = [*folder.iterdir()]
-        except OSError:  # a file server may fail for a moment
-            found = [*folder.iterdir()]
-        return sorted(path for path in found if path.suffix == ".jsonl")
+        return sorted(path for path in twice(lambda: [*folder.iterdir()], OSError) if path.suffix == ".jsonl")
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

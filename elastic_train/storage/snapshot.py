@@ -27,13 +27,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from elastic_train.branches import Branches, branches_of
 from elastic_train.errors import SnapshotDamaged, SnapshotError, SnapshotUnread, cause_of, first_line
 from elastic_train.runlog.reader import parse
 from elastic_train.storage.signature import why_not_signed
 from elastic_train.storage.state_bytes import SnapshotFile, read_state
+from elastic_train.system import twice
 from elastic_train.version import VERSION
 
 if TYPE_CHECKING:  # torch takes seconds to import, and listing snapshots does not need it
@@ -51,7 +52,6 @@ SNAPSHOT_NAME = re.compile(r"step-\d{12,}-gen-\d{4,}-(?P<host>.+)")
 
 SnapshotFolder: TypeAlias = "Path | Bucket"
 SnapshotPlace: TypeAlias = "Path | BucketSnapshot"
-Value = TypeVar("Value")
 
 
 def name_of(step: int, generation: int, host: str) -> str:
@@ -234,21 +234,13 @@ def find_snapshots(
     if not isinstance(directory, Path):
         return newest_first(directory.find(warn=warn, key=key))
     found = []
-    for path in _twice(lambda: snapshot_paths(directory), SnapshotError):
+    for path in twice(lambda: snapshot_paths(directory), SnapshotError):
         try:
-            found.append(_twice(partial(read_info, path, key)))
+            found.append(twice(partial(read_info, path, key), SnapshotUnread))
         except SnapshotDamaged as error:
             if is_there(path):  # else its writer has pruned it meanwhile
                 warn(error.warning)
     return newest_first(found)
-
-
-def _twice(read: Callable[[], Value], failure: type[SnapshotError] = SnapshotUnread) -> Value:
-    """Read, and a second time if that fails: a file server may fail for a moment, and an older snapshot has fewer
-    steps."""
-    with contextlib.suppress(failure):  # it is gone when the second read begins: its frames hold what was read
-        return read()
-    return read()
 
 
 def require_same_run(manifest: bytes, path: SnapshotPlace, run_uid: str) -> None:
@@ -307,7 +299,7 @@ def load_state(info: SnapshotInfo, map_location: str | torch.device | None = "cp
         SnapshotDamaged: the file does not match the manifest, or cannot be read, twice in a row.
         SnapshotError: as `read_state`.
     """
-    return _twice(partial(_load_once, info, map_location))
+    return twice(partial(_load_once, info, map_location), SnapshotUnread)
 
 
 def _load_once(info: SnapshotInfo, map_location: str | torch.device | None) -> dict[str, Any]:
