@@ -210,7 +210,6 @@ class Membership:
             job, watcher, surroundings, check=check, log=log, begin_timeout=begin_timeout, too_late=too_late
         )
         self.side = OwnSide(other_sides, job.facts.known)
-        job.holds_state = lambda: self.side.progress() is not None
         self.joins = Joins(
             job, surroundings, uid=uid, max_nodes=max_nodes, answering=answering, form=form,
             is_superseded=self.side.is_superseded,
@@ -218,6 +217,7 @@ class Membership:
         self.survivors = Survivors(
             job, watcher, limits, surroundings, newcomers=self.joins.newcomers, check=check, log=log,
             require_no_better=self.side.require_no_better, leave=partial(self.leave, is_by_vote=False),
+            holds_state=lambda: self.side.progress() is not None,
         )  # fmt: skip
         self.barriers = Barriers(job, watcher, limits, surroundings, check)
 

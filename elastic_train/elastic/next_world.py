@@ -115,6 +115,7 @@ class Survivors:
         newcomers: those that the next world admits, where no plan was prepared for them.
         check: raises Stopped where this worker was told to stop.
         require_no_better: raises Superseded where another side has precedence over this one.
+        holds_state: whether this worker has the run's state.
         leave: `Membership.leave`, of a worker that no vote has ended.
         log: prints a line for the user of this node: what is being waited for.
     """
@@ -129,12 +130,13 @@ class Survivors:
         newcomers: Callable[[World], tuple[Member, ...]],
         check: Callable[[], None],
         require_no_better: Callable[[], None],
+        holds_state: Callable[[], bool],
         leave: Callable[[World], None],
         log: Callable[[str], None],
     ) -> None:
         self._job, self._watcher, self._limits, self._around = job, watcher, limits, around
         self._newcomers, self._check, self._log = newcomers, check, log
-        self._require_no_better, self._leave = require_no_better, leave
+        self._require_no_better, self._holds_state, self._leave = require_no_better, holds_state, leave
         self.may_not_go_on: Callable[[str], None] = lambda _why: None
         """called once when this side begins to wait for votes; it should save the state"""
 
@@ -285,7 +287,7 @@ class Survivors:
         agreement = Agreement(
             self._job,
             world,
-            Presence(world.generation, unreachable, holds_state=self._job.holds_state()),
+            Presence(world.generation, unreachable, holds_state=self._holds_state()),
             contacts,
             status=status,
             newcomers=lambda: self._newcomers(world),

@@ -170,7 +170,6 @@ class PeerJob:
         self._ballots = Ballots(known, self.place, elsewhere, self.facts.known)
         branch_off = BranchOff(self._ballots, known, self.place, peer_timeout=peer_timeout, clock=clock)
         self._decide = branch_off.decide if goes_on else self._ballots.decide
-        self.holds_state: Callable[[], bool] = lambda: False  # the membership sets it: its side knows
         self._is_host_meanwhile = False
         """whether this member hosts the join queue while there is no rank 0"""
         self._invited: tuple[Member, ...] = ()
@@ -303,8 +302,9 @@ class PeerJob:
         Args:
             reachable: ranks that may be asked, this member's first.
             dead: uids of members of `world` that are proven dead in time or have left.
-            ended: the result of `ended_holders`. holding: uids of members that have the run's state.
+            ended: the result of `ended_holders`.
             answering: uids of members that answer pings, whether they take part or not.
+            holding: uids of members that have the run's state.
         """
         voters = self._known.voters_without(dead)
         return self._decide(Round(self._clients, world, voters, proposal, reachable, dead, answering, ended, holding))

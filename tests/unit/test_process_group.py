@@ -584,7 +584,7 @@ def test_the_others_are_told_an_error_of_the_code_by_its_type(error: Exception, 
     nothing: Any = None
     survivors = Survivors(
         job, nothing, nothing, nothing,
-        newcomers=nothing, check=nothing, require_no_better=nothing, leave=nothing, log=nothing,
+        newcomers=nothing, check=nothing, require_no_better=nothing, holds_state=nothing, leave=nothing, log=nothing,
     )  # fmt: skip
     world: Any = SimpleNamespace(me=SimpleNamespace(node=("here", 1)))
     with pytest.raises(type(error)) as raised:

@@ -169,6 +169,7 @@ class Fake:
                 newcomers=nothing,
                 check=nothing,
                 require_no_better=nothing,
+                holds_state=nothing,
                 leave=noting("tell that it leaves"),
                 log=nothing,
             ),

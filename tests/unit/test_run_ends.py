@@ -89,8 +89,9 @@ def test_who_hears_of_such_an_error_while_the_others_decide_ends_with_it(monkeyp
     part: Any = SimpleNamespace(heard=lambda _key: "no parallel()")
     nothing: Any = None
     survivors = Survivors(
-        part, part, part, part, newcomers=nothing, check=nothing, require_no_better=nothing, leave=nothing, log=nothing
-    )
+        part, part, part, part,
+        newcomers=nothing, check=nothing, require_no_better=nothing, holds_state=nothing, leave=nothing, log=nothing,
+    )  # fmt: skip
     monkeypatch.setattr(survivors, "_agree", lambda *_arguments: None)
     with pytest.raises(JobFailed, match=re.escape("no parallel()")):
         survivors.decide(nothing, has_formed=True, started=0.0)
