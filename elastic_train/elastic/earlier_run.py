@@ -287,19 +287,25 @@ class EarlierRun:
 def replaced_by_joining(
     offers: Sequence[SnapshotInfo], published: Callable[[str], str | None], *, is_fresh: bool
 ) -> frozenset[str]:
-    """Return the uids of the runs of these snapshots that the run of a running job has not replaced before.
+    """Return the uids of the runs of these snapshots, newest first, that the run of a running job has not replaced yet.
 
-    Raises: RunsMixed: there is one, and not `is_fresh`: that job's run would take over the run directory, and no start
-        would find the way back to the snapshots."""
-    run_uid, superseded = published("run_uid"), json.loads(published("superseded") or "[]")
-    others = [offer for offer in offers if run_uid is not None and offer.run_uid not in {run_uid, *superseded}]
-    if others and not is_fresh:
+    Raises:
+        RunsMixed: there is one, and not `is_fresh`: that job's run would take over the run directory, and no start
+            would find the way back to the snapshots.
+    """
+    run_uid = published("run_uid")
+    others = {offer.run_uid for offer in offers} - {run_uid}
+    if run_uid is None or not others:
+        return frozenset()
+    others -= {*json.loads(published("superseded") or "[]")}
+    newest = next((offer for offer in offers if offer.run_uid in others), None)
+    if newest is not None and not is_fresh:
         raise RunsMixed(
-            f"host {others[0].host} has a snapshot of step {others[0].step} of another run, {others[0].path}, and the "
-            "job that runs has begun without it: to go on from there, stop that job and start again with this run "
-            "directory; to join it, give another --run-dir, or --fresh"
+            f"host {newest.host} has a snapshot of step {newest.step} of another run, {newest.path}, and the job that "
+            "runs has begun without it: to go on from there, stop that job and start again with this run directory; "
+            "to join it, give another --run-dir, or --fresh"
         )
-    return frozenset(offer.run_uid for offer in others)
+    return frozenset(others)
 
 
 def compare_fingerprints(worker: Worker, world: World) -> None:
