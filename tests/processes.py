@@ -7,14 +7,25 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import psutil
+import pytest
 
 from elastic_train.tools.drills.nodes import wait_until
+
+
+def refuse_threads(patched: pytest.MonkeyPatch) -> None:
+    """As at a limit of processes, or while the interpreter ends (Python 3.12): no thread can be started."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    patched.setattr(threading.Thread, "start", refuse)
 
 
 def freeze(pid: int) -> None:

@@ -36,7 +36,7 @@ from elastic_train.rendezvous.etcd_store import EtcdStore
 from elastic_train.tools.drills.nodes import wait_until
 from elastic_train.world import to_json
 from tests.etcd_cluster import OwnEtcd, etcd_running, frozen
-from tests.processes import freeze
+from tests.processes import freeze, refuse_threads
 
 PATIENCE = 60.0
 pytestmark = pytest.mark.timeout(300)
@@ -344,11 +344,8 @@ def test_a_lease_is_kept_where_no_thread_can_be_started(
     """As at a limit of processes, or while the interpreter ends (Python 3.12)."""
     lease, unconnected = etcd.grant(60), connect(trio.settings(), deadline=1.0)
 
-    def refuse(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        refuse_threads(patched)
         assert etcd.refresh(lease)
         with pytest.raises(StoreUnreachable, match="new thread"):
             unconnected.get("key")

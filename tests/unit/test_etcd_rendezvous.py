@@ -22,7 +22,7 @@ from elastic_train.rendezvous.etcd_handler import ExitBarrier, exit_barrier_keys
 from elastic_train.rendezvous.etcd_store import Listing
 from elastic_train.rendezvous.handler import choose_mode
 from elastic_train.tools.drills.nodes import wait_until
-from tests.processes import freeze
+from tests.processes import freeze, refuse_threads
 
 RUN_ID = "job"
 
@@ -151,11 +151,8 @@ def test_the_dead_are_counted_later_where_no_thread_can_be_started(monkeypatch: 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     barrier = ExitBarrier(store, RUN_ID, 7, ["first", "second", "third"])
 
-    def refuse(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        refuse_threads(patched)
         with pytest.raises(RuntimeError):
             barrier.arrive_for(["second"])
     barrier.arrive_for(["second"])

@@ -28,6 +28,7 @@ from elastic_train.protocol.neighbours import STANDARD, Heard, Topology
 from elastic_train.protocol.probes import Probe, probe, probe_all, refusing
 from elastic_train.rules import Activity
 from elastic_train.world import Address, Member, World
+from tests.processes import refuse_threads
 
 PEER_TIMEOUT = 2.0
 STALL_TIMEOUT = 5.0
@@ -143,12 +144,9 @@ def test_many_are_probed_at_once(full_address: Address) -> None:
 def test_without_threads_they_are_probed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a limit of processes. Else the watcher would end with an error as soon as a peer dies."""
 
-    def refuse(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # as above
-        monkeypatch.setattr(threading.Thread, "start", refuse)
+        refuse_threads(monkeypatch)
         assert probe_all([listener.getsockname(), nobody.getsockname()]) == [Probe.ACCEPTED, Probe.REFUSED]
 
 

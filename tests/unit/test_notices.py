@@ -33,6 +33,7 @@ from elastic_train.preemption import (
     shown_notices,
 )
 from elastic_train.stopping import GRACE_SECONDS
+from elastic_train.tools.drills.nodes import wait_until
 from tests.metadata_server import learn, serving
 
 NOON = 1_790_000_000.0
@@ -683,10 +684,7 @@ def test_the_thread_asks_until_it_is_closed() -> None:
     heard = Heard()
     heard.answer = PreemptionNotice("s", "now")
     heard.watcher.start()
-    deadline = time.monotonic() + 20
-    while ("leave", "now") not in heard.calls:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: ("leave", "now") in heard.calls, "the notice", 20)
     heard.watcher.close()
     source: NoticeSource = heard
     heard.calls.clear()
@@ -700,14 +698,9 @@ def test_the_thread_asks_again_whatever_goes_wrong(caplog: pytest.LogCaptureFixt
     heard = Heard()
     heard.answer = RuntimeError("can't start new thread")
     heard.watcher.start()
-    deadline = time.monotonic() + 20
-    while not caplog.records:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: caplog.records, "the error in the log", 20)
     heard.answer = PreemptionNotice("s", "now")
-    while ("leave", "now") not in heard.calls:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: ("leave", "now") in heard.calls, "the notice", 20)
     heard.watcher.close()
     assert len(caplog.records) == 1, "told once"
 

@@ -48,6 +48,7 @@ from elastic_train.training.reduction import StepTotals
 from elastic_train.training.sampler import MicroBatch
 from elastic_train.training.state import TrainState
 from elastic_train.world import World
+from tests.processes import refuse_threads
 from tests.ranks import beside_a_store
 from tests.unit.test_liveness import make_member
 
@@ -114,10 +115,7 @@ def test_others_may_write_to_what_is_broken_off_until_its_release() -> None:
 def test_without_a_thread_that_would_close_it_later_it_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a limit of processes. Else a collective without a lost peer would wait on."""
 
-    def refuse(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    refuse_threads(monkeypatch)
     sockets = GroupSockets()
     far, near = connection()
     sockets._sockets = {near.fileno(): os.readlink(f"/proc/self/fd/{near.fileno()}")}

@@ -53,7 +53,7 @@ from elastic_train.storage.state_bytes import (
     size_of,
     write_state,
 )
-from tests.processes import flip_a_bit, freeze
+from tests.processes import flip_a_bit, freeze, refuse_threads
 
 DEADLINE = 30.0
 ROOT = str(Path(elastic_train.__file__).parent.parent)
@@ -791,12 +791,9 @@ def test_no_thread_for_a_background_snapshot_is_no_end_of_a_training(
 ) -> None:
     """A container's limit of processes may be reached for a while: by loader processes, or by a neighbour."""
 
-    def refuse(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     writer = make_writer(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        refuse_threads(patched)
         writer.prepare({"a": torch.ones(3)})
         assert save_in_background(writer, {"a": torch.ones(3)}, 1)
     (error,) = writer.collect()

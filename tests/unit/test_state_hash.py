@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from elastic_train.training.state_hash import (
     plain_hashes,
     tensors_of,
 )
+from tests.processes import refuse_threads
 
 CHUNK = CHUNK_BYTES["cpu"] // 4
 SIZES = (1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5)
@@ -212,12 +212,9 @@ def compare(
 def test_without_a_thread_the_hash_is_made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a limit of processes, which may be reached for a while."""
 
-    def refuse(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     state = make_state()
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        refuse_threads(patched)
         comparison = compare(patched, [None], [0, 1], state)
     assert comparison.why_not is None
     assert comparison._hash == hash_of(dict(tensors_of(state))) != NO_HASH
