@@ -17,7 +17,13 @@ from elastic_train.elastic.process_group import set_group_timeout
 from elastic_train.elastic.result import save_result, write_result
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
-from elastic_train.elastic.saving_together import make_way, save_in_place_of_others, save_together
+from elastic_train.elastic.saving_together import (
+    make_way,
+    save_in_place_of_others,
+    save_soon,
+    save_together,
+    warned_before_kill,
+)
 from elastic_train.elastic.trainer import Trainer
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import (
@@ -259,7 +265,7 @@ class Exits:
             return ""
         self._saver.enter(world)
         with suppress(OwnershipLost):  # the other members' snapshots will be there
-            if self._saver.save_and_wait(state):
+            if save_soon(self._worker, self._saver):
                 return f"; the state of step {state.step} is saved, in case that nobody else is left"
         return ""
 
@@ -307,7 +313,8 @@ def _saving_alone(worker: Worker, saver: Saver) -> Iterator[None]:
     directory or bucket by now, so that it is not saved. A newer generation of this job saves the state itself."""
     try:
         make_way(worker, saver)
-        yield
+        with warned_before_kill(worker, saver):
+            yield
     except NewerGeneration:
         pass
     except OwnershipLost as error:

@@ -137,8 +137,9 @@ class Survivors:
         self._job, self._watcher, self._limits, self._around = job, watcher, limits, around
         self._newcomers, self._check, self._log = newcomers, check, log
         self._require_no_better, self._holds_state, self._leave = require_no_better, holds_state, leave
-        self.may_not_go_on: Callable[[str], None] = lambda _why: None
-        """called once when this side begins to wait for votes; it should save the state"""
+        self.may_not_go_on: Callable[[str | None], None] = lambda _why: None
+        """called at each look while this side waits for votes, with the reason at the first; it should save the state,
+        and not block for long: other members may wait for this one"""
 
     def judge(self, error: Exception, step: int, world: World) -> Failure:
         """Judge whose error ended `step`, and announce it unless a lost peer caused it. An error of the trained code is
@@ -312,7 +313,8 @@ class Survivors:
             what = "can be heard, but do not answer," if are_heard else "cannot be reached"
             self.may_not_go_on(f"{names} {what} and may train on: waiting for contact")
         else:
-            self._around.require_unfinished()  # the state is saved by now, and those others may have gone for good
+            self.may_not_go_on(None)
+            self._around.require_unfinished()  # those others may have gone for good
         return Lacking(self._around.monotonic() if lacking is None else lacking.since, found.votes)
 
     def _names(self, world: World, uids: tuple[str, ...]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import timedelta
@@ -26,6 +27,7 @@ from elastic_train.elastic.resume import Resume
 from elastic_train.elastic.ring import Ring, RingParts
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
+from elastic_train.elastic.saving_together import begin_to_save
 from elastic_train.elastic.trainer import Program, Trainer
 from elastic_train.elastic.whole_steps import why_closed_in
 from elastic_train.elastic.worker import Worker, build
@@ -239,13 +241,19 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
     """Connect the membership, stops and notices to this worker; they call it on threads of their own."""
     resume, exits = parts.resume, parts.exits
 
-    def save_while_waiting(why: str) -> None:
+    def save_while_waiting(why: str | None) -> None:
         """Save what is committed: this side may not go on, and may never do so."""
-        worker.reporter.warn(why)
+        if why is not None:
+            worker.reporter.warn(why)
+        elif worker.bucket is None:  # it is saved by now
+            return
         if ring.world is not None and resume.has_state:
             worker.state.lock.hold()  # a late stop may be saving
             try:
-                worker.reporter.log(exits.save_as_last_member(ring.world))
+                if worker.bucket is None:
+                    worker.reporter.log(exits.save_as_last_member(ring.world))
+                elif (said := begin_to_save(worker, parts.saver, ring.world)) is not None:
+                    worker.reporter.log(said)
             finally:
                 worker.state.lock.let_go()
 
@@ -286,5 +294,7 @@ def _through_worlds(ring: Ring, parts: RingParts, *, comes_back: bool) -> int:
         said = parts.exits.save_for_next_start(ring.world, MEND_FIRST if is_of_code else CONTINUE)
         raise type(error)(f"{error}; {said}") from error
     finally:
+        is_back_soon = comes_back and isinstance(sys.exception(), LeftOut | NewerGeneration)
         with suppress(OwnershipLost):  # the error that ended the ring says more
-            parts.saver.wait()  # the snapshot in flight is valid
+            if not is_back_soon:  # else it waits where it saves its state, and no longer than it has to
+                parts.saver.wait()  # the snapshot in flight is valid

@@ -1,18 +1,77 @@
 """The last state of a world whose nodes all end at one step: saved once, by all nodes where that is faster, and by
-another node where the first one cannot."""
+another node where the first one cannot. And the state of a node that other members wait for: no store holds it up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from threading import Timer
 
 from elastic_train.elastic.saving import Saver
 from elastic_train.elastic.worker import Worker
+from elastic_train.errors import OwnershipLost
 from elastic_train.preemption import ample_seconds
 from elastic_train.runlog.goodput import Phase
 from elastic_train.storage.shares import Fleet, senders
+from elastic_train.system import starts
 from elastic_train.training.collectives import gather_json
 from elastic_train.world import World
+
+LAST_WORDS_SECONDS = 4.0
+"""before SIGKILL: a state that is not saved by then is reported, as nobody can do so later"""
+SOON_SECONDS = 10.0
+"""for which a node that was left out waits for a bucket, before it comes back"""
+
+
+@contextmanager
+def warned_before_kill(worker: Worker, saver: Saver) -> Iterator[None]:
+    """Warn if the block still saves the last state shortly before SIGKILL follows the signal, or the node is taken."""
+    left, step, newest = worker.stop.seconds_left(), worker.state.step, saver.newest
+    if left is None:
+        yield
+        return
+    kept = "none" if newest is None else f"of step {newest.step}"
+    told = (
+        f"told to stop by {worker.stop.why}, and the state of step {step} is not in {worker.snapshots_dir} yet: if "
+        f"SIGKILL comes first, it is lost; the newest snapshot that this worker has written is {kept}"
+    )
+    timer = Timer(max(0.0, left - LAST_WORDS_SECONDS), worker.reporter.warn, [told])
+    timer.daemon = True
+    starts(timer)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def begin_to_save(worker: Worker, saver: Saver, world: World) -> str | None:
+    """Begin to save the state to a bucket, if no snapshot is in flight, on a node that waits for other members and has
+    to answer them: a store that is away is tried for minutes. Call it again and again while this node waits. Returns a
+    line for the user when it has begun."""
+    step = worker.state.step
+    if not world.is_first_of_node:
+        return None
+    with suppress(OwnershipLost):  # the agreement tells who goes on
+        saver.report()
+        if saver.step_on_the_way != step and not saver.writer().is_busy():
+            saver.save(worker.state)
+            return f"the state of step {step} is on its way to {worker.snapshots_dir}, in case that no other is left"
+    return None
+
+
+def save_soon(worker: Worker, saver: Saver) -> bool:
+    """Save the state of a node that was left out; return whether it is durable. Below a URL it may still be on its way
+    after SOON_SECONDS. Raises: OwnershipLost."""
+    state = worker.state
+    if worker.bucket is None:
+        return saver.save_and_wait(state)
+    if saver.step_on_the_way != state.step:
+        saver.give_up_in_flight(state)
+        if saver.writer().wait(SOON_SECONDS, prunes=False):
+            saver.save(state)
+    saver.writer().wait(SOON_SECONDS, prunes=False)
+    saver.report()
+    return saver.newest is not None and saver.newest.step == state.step
 
 
 def save_together(worker: Worker, saver: Saver, world: World, is_first_lost: Callable[[], bool]) -> None:
@@ -21,7 +80,8 @@ def save_together(worker: Worker, saver: Saver, world: World, is_first_lost: Cal
     state, fleet = worker.state, _fleet_of(worker, world, is_first_lost)
     make_way(worker, saver, 1 if fleet is None else len(fleet.hosts))
     if saver.is_last_writer(world):
-        saver.save_and_wait(state, fleet)
+        with warned_before_kill(worker, saver):
+            saver.save_and_wait(state, fleet)
     elif fleet is not None and world.is_first_of_node:
         _save_share(worker, saver, world, fleet)
 

@@ -179,6 +179,61 @@ def test_it_says_who_goes_on_of_two_nodes_that_share_nothing_else(
 
 
 @pytest.mark.slow
+def test_who_waits_while_the_store_is_away_answers_the_others(
+    cluster: Cluster, endpoint: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node falls silent for a moment: the other may not go on, and tries for minutes to save what it has."""
+    with proxy_to(endpoint) as proxy:
+        env, dirs = environment(proxy.endpoint), [cluster.path / "one", cluster.path / "other"]
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        flags = ("--snapshot-dir", url, "--snapshot-every", "500", "--model", "mlp", "--epochs", "100000", "--ledger")
+        flags = (*flags, "--peer-timeout", "2")
+        nodes = cluster.start(*flags, env=env, run_dir=dirs[0], nnodes="1:2")
+        wait_for_step(dirs[0], 1)
+        nodes += cluster.start(*flags, env=env, run_dir=dirs[1], nnodes="1:2")
+        wait_until(lambda: worlds(dirs[0])[-1] == (1, 2), "world of 2")
+        wait_for_step(dirs[0], last_step(dirs[0]) + 20)
+        proxy.fault = Request.hang
+        [worker] = nodes[0].workers()
+        worker.suspend()
+        wait_until(lambda: any("waiting for contact" in str(one) for one in events(dirs[1], "warning")), "a wait", 30)
+        worker.resume()
+        wait_until(lambda: worlds(dirs[0])[-1] == (2, 2), "the next world of both", 45)
+        wait_for_step(dirs[0], last_step(dirs[0]) + 20)
+        proxy.fault = None
+        for node in nodes:
+            node.signal(signal.SIGTERM)
+        cluster.finish(nodes, code=1)
+        check_ledger(dirs, length=LENGTH, batch=BATCH, steps=max(map(last_step, dirs)))
+
+
+@pytest.mark.slow
+def test_a_stop_while_the_store_is_away_says_what_is_lost(cluster: Cluster, endpoint: str, url: str) -> None:
+    """SIGKILL would follow 30 s after the signal. Here it does not, and the store comes back."""
+    with proxy_to(endpoint) as proxy:
+        flags = ("--snapshot-dir", url, "--snapshot-every", "20", "--model", "mlp", "--epochs", "100000")
+        node = cluster.start_alone(*flags, env=environment(proxy.endpoint))
+        wait_until(lambda: bool(events(cluster.run_dir, "snapshot")), "the first snapshot", 60.0)
+        proxy.fault = Request.hang
+        wait_for_step(cluster.run_dir, last_step(cluster.run_dir) + 20)
+        kept = events(cluster.run_dir, "snapshot")[-1]["snapshot_step"]
+        node.signal(signal.SIGTERM)
+
+        def warnings() -> list[str]:
+            told = [str(one["message"]) for one in events(cluster.run_dir, "warning")]
+            return [one for one in told if "if SIGKILL comes first, it is lost" in one]
+
+        wait_until(warnings, "the warning", 40)
+        proxy.fault = None
+        cluster.finish([node], code=143)
+        last = last_step(cluster.run_dir)
+        assert f"the state of step {last} is not in {url} yet" in warnings()[0]
+        assert warnings()[0].endswith(f"the newest snapshot that this worker has written is of step {kept}")
+        assert events(cluster.run_dir, "snapshot")[-1]["snapshot_step"] == last
+
+
+@pytest.mark.slow
 def test_a_store_that_is_too_slow_for_a_notice_is_told_of(cluster: Cluster, endpoint: str, url: str) -> None:
     """By the check, and by a run once it has written a snapshot. Training goes on."""
 

@@ -631,8 +631,13 @@ def test_a_side_that_may_not_go_on_says_so_once() -> None:
     first time."""
     simulation = Simulation(directed.pair_without_the_lowest_rank())
     told: list[str] = []
+
+    def note(why: str | None, host: str) -> None:
+        if why is not None:
+            told.append(host)
+
     for worker in simulation.workers:
-        worker.membership.survivors.may_not_go_on = lambda _why, worker=worker: told.append(worker.process.host)
+        worker.membership.survivors.may_not_go_on = partial(note, host=worker.process.host)
     simulation.run()
     assert not simulation.failures, simulation.describe()
     assert sorted(told) == ["h0", "h1", "h2", "h3"]

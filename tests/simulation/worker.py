@@ -195,8 +195,8 @@ class Worker:
         if self.wants_to_leave:
             raise Stopped(signal.SIGTERM)
 
-    def _note_votes(self, why: str) -> None:
-        self.waits_for_votes = why
+    def _note_votes(self, why: str | None) -> None:
+        self.waits_for_votes = why or self.waits_for_votes
 
     def _give_up(self, why: str) -> None:
         if not self.process.training_task.is_stuck:  # type: ignore[attr-defined]

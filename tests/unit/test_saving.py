@@ -32,7 +32,13 @@ from elastic_train.elastic.loading import load
 from elastic_train.elastic.result import config_of
 from elastic_train.elastic.run_files import RunFiles
 from elastic_train.elastic.saving import Saver
-from elastic_train.elastic.saving_together import save_in_place_of_others, save_together
+from elastic_train.elastic.saving_together import (
+    begin_to_save,
+    save_in_place_of_others,
+    save_soon,
+    save_together,
+    warned_before_kill,
+)
 from elastic_train.elastic.worker import Worker, build, make_state
 from elastic_train.errors import SnapshotError
 from elastic_train.rendezvous.launch import Launch
@@ -46,6 +52,8 @@ from elastic_train.storage.shares import Fleet
 from elastic_train.storage.snapshot import SnapshotResult, find_snapshots
 from elastic_train.storage.snapshot_writer import SnapshotWriter
 from elastic_train.storage.state_bytes import HostBuffers
+from elastic_train.storage.store_arms import PlainArm
+from elastic_train.tools.drills.nodes import wait_until
 from elastic_train.world import World
 from tests.unit.test_admission import member
 
@@ -487,6 +495,78 @@ def test_what_is_old_in_a_bucket_stays_at_a_stop(start: Start, is_stop: bool, le
             training.state.stopped_at = 4
         assert saver.save_and_wait(training.state)
     assert [info.step for info in find_snapshots(bucket, warn=pytest.fail)] == left
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """When it is set, the store takes objects again."""
+    is_back, put = threading.Event(), PlainArm.put
+
+    def put_at_last(arm: PlainArm, key: str, data: bytes) -> None:
+        assert is_back.wait(60.0)
+        put(arm, key, data)
+
+    monkeypatch.setattr(PlainArm, "put", put_at_last)
+    return is_back
+
+
+def with_bucket(start: Start, name: str) -> Training:
+    training = start(snapshot_dir=f"memory://{name}", snapshot_every=1)
+    assert training.worker.bucket is not None
+    training.worker.bucket.owner.take("job", 0, lambda: None)
+    return training
+
+
+def test_a_node_that_waits_for_others_does_not_wait_for_a_store(start: Start, request: pytest.FixtureRequest) -> None:
+    training = with_bucket(start, "begin-to-save")
+    worker, saver, state, world = training.worker, training.saver, training.state, training.world
+    is_back: threading.Event = request.getfixturevalue("away")
+    state.commit(0.5)
+    saver.save(state)
+    state.commit(0.5)
+    assert begin_to_save(worker, saver, world) is None, "the line is not free"
+    is_back.set()
+    assert saver.writer().wait(60.0)
+    is_back.clear()
+    said = begin_to_save(worker, saver, world)
+    assert said == "the state of step 2 is on its way to memory://begin-to-save, in case that no other is left"
+    assert begin_to_save(worker, saver, world) is None
+    assert saver.writer().is_busy()
+    is_back.set()
+    saver.wait()
+    assert training.written == [1, 2]
+    assert begin_to_save(worker, saver, world) is None, "it is saved"
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_who_was_left_out_waits_for_a_store_for_a_while(
+    start: Start, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, is_away: bool
+) -> None:
+    monkeypatch.setattr(saving_together, "SOON_SECONDS", 0.01 if is_away else 60.0)
+    training = with_bucket(start, f"soon-{is_away}")
+    is_back: threading.Event = request.getfixturevalue("away")
+    if not is_away:
+        is_back.set()
+    training.state.commit(0.5)
+    assert save_soon(training.worker, training.saver) is not is_away
+    is_back.set()
+    training.saver.wait()
+    assert training.written == [1]
+
+
+def test_what_is_not_saved_shortly_before_a_kill_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = start(snapshot_every=0)
+    training.steps(3)
+    for left, is_told in ((30.0, False), (saving_together.LAST_WORDS_SECONDS, True)):
+        monkeypatch.setattr(StopSignal, "seconds_left", lambda _stop, left=left: left)
+        training.worker.stop._remember(signal.SIGTERM, None)
+        with warned_before_kill(training.worker, training.saver):
+            if is_told:
+                wait_until(lambda: training.events("warning"), "the warning")
+        assert len(training.events("warning")) == is_told
+    told = str(training.events("warning")[0]["message"])
+    assert told.startswith("told to stop by SIGTERM, and the state of step 3 is not in ")
+    assert told.endswith("the newest snapshot that this worker has written is none")
 
 
 def test_a_snapshot_that_does_not_come_to_an_end_is_told_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
