@@ -130,6 +130,8 @@ class OrderedReduction:
         self._staging: dict[tuple[int, int], Tensor] = {}
         self._names: list[str] = []
         self._parameters: list[nn.Parameter] = []
+        self._sparse: set[int] = set()
+        """indices of the tables that are looked up with sparse gradients"""
         self._rows: list[Row] = []
         self._free: list[Row] = []
 
@@ -166,7 +168,7 @@ class OrderedReduction:
             counters=torch.zeros(self._buffers.num_counters, dtype=torch.float64, device=self._device),
         )
         stack: list[tuple[Node, Row]] = []
-        leaf = Leaf([None] * len(self._parameters))
+        leaf = self._new_leaf()
         for micro_batch, batch in micro_batches:
             shard = micro_batch.shard
             if len(micro_batch.indices):
@@ -177,7 +179,7 @@ class OrderedReduction:
             if shard > self._block[0] and are_siblings((shard - 1, shard), node, self._virtual_ranks):
                 node = (shard - 1, shard + 1)
             self._push_leaf(stack, node, leaf)
-            leaf = Leaf([None] * len(self._parameters))
+            leaf = self._new_leaf()
         result = stack[0][1]
         if not any(len(micro_batch.indices) for micro_batch, _ in micro_batches):
             scale(torch.zeros((), device=self._device))  # initialises a GradScaler in its first step
@@ -194,6 +196,9 @@ class OrderedReduction:
             parameter.grad = grad if next(entries) else None  # an optimizer skips unused parameters
         self._buffers.move(result.changes, list(entries))
         return totals
+
+    def _new_leaf(self) -> Leaf:
+        return Leaf([None] * len(self._parameters), sparse={*self._sparse})
 
     def _push_leaf(self, stack: list[tuple[Node, Row]], node: Node, leaf: Leaf) -> None:
         if stack and are_siblings(stack[-1][0], node, self._virtual_ranks):
@@ -270,12 +275,13 @@ class OrderedReduction:
     def _follow_requires_grad(self) -> None:
         """Drop the rows where a task has frozen or thawed parameters since the last step, alike on every rank."""
         named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
-        if len(named) == len(self._parameters) and all(
-            ours is theirs for ours, (_, theirs) in zip(self._parameters, named, strict=True)
-        ):
+        if [*map(id, self._parameters)] == [id(one) for _, one in named]:
             return
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
+        tables = (one for one in self._model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
+        sparse = {id(one._parameters.get("weight")) for one in tables if one.sparse}
+        self._sparse = {index for index, one in enumerate(self._parameters) if id(one) in sparse}
         self._rows, self._staging = [], {}
 
     def _take_row(self) -> Row:

@@ -236,14 +236,15 @@ class Leaf:
     changes: dict[torch.dtype, Tensor] = field(default_factory=dict)
     """weighted changes of the float buffers; empty without samples"""
     sparse: set[int] = field(default_factory=set)
-    """indices of parameters with sparse gradients"""
+    """indices of parameters whose gradients are, or may be, sparse"""
 
     def take(self, index: int, grad: Tensor, seen: set[int]) -> None:
         """Store a gradient that autograd has just made. `seen`: storages already stored in this backward pass."""
         if grad.is_sparse:
             self.sparse.add(index)
-            left, dense = self.grads[index], grad.to_dense()
-            self.grads[index] = dense if left is None else left.add_(dense)
+            grad = grad.to_dense()
+        if (left := self.grads[index]) is not None:  # withheld from autograd
+            left.add_(grad)
             return
         # Gradients can be views of one tensor (stacked parameters) or the same tensor (a sum): an addition to one
         # must not change another.

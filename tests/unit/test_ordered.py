@@ -327,8 +327,16 @@ class Looked(nn.Module):
         return self.table(inputs.mul(7).long().abs() % 5) * inputs.unsqueeze(-1)
 
 
-@pytest.mark.parametrize("make", [Stacked, Fused, Summed, Looked], ids=lambda make: str(make.__name__))
-@pytest.mark.parametrize("num_leaves", [3, 8])
+class Tied(Looked):
+    """A gradient that is sparse in some leaves and dense in others, as a table's that is an output layer at times."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        is_output = bool(inputs[0, 0] > 0)
+        return inputs[:, :3] @ self.table.weight.T if is_output else super().forward(inputs)
+
+
+@pytest.mark.parametrize("make", [Stacked, Fused, Summed, Looked, Tied], ids=lambda make: str(make.__name__))
+@pytest.mark.parametrize("num_leaves", [3, 8, 64])
 def test_gradients_that_share_memory_or_are_sparse_are_added_in_the_tree(
     make: Callable[[], nn.Module], num_leaves: int
 ) -> None:
