@@ -59,8 +59,8 @@ PROBE_SECONDS = 900.0
 class ObjectStore:
     """The objects below one URL. Thread-safe, but not usable in a child of fork().
 
-    Every method blocks, and retries after a server error, throttling, a lost connection or silence. For other errors it
-    raises ObjectStoreError, with one line without secrets.
+    Every method blocks, and retries after a server error, throttling, a lost connection or silence, and with renewed
+    credentials. For other errors it raises ObjectStoreError, with one line without secrets.
     """
 
     def __init__(
@@ -186,8 +186,17 @@ class ObjectStore:
         """Args: otherwise: return values in place of errors, by the name of the fault."""
         if self._arm.pid != os.getpid():
             raise ObjectStoreError(f"{self}: a child of fork() cannot use it", StoreFault.OTHER)
+        known = self._arm.credentials
+
+        def may_pass(error: BaseException) -> bool:
+            nonlocal known
+            if (fault := fault_of(error)[0]) is not StoreFault.DENIED:
+                return fault is StoreFault.TRANSIENT
+            before, known = known, self._arm.renew()
+            return known != before
+
         try:
-            return self.tries.call(function, lambda error: fault_of(error)[0] is StoreFault.TRANSIENT)
+            return self.tries.call(function, may_pass)
         except Exception as error:  # each library below fsspec has its own error types
             fault, text = fault_of(error)
             if fault.value in otherwise:

@@ -68,6 +68,8 @@ class PlainArm:
     is_atomic = False
     """Whether the store itself is meant to check the condition of `put_if`."""
     _lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    credentials: tuple[int, ...] = ()
+    """When the files of those in use were written."""
 
     def __init__(self, filesystem: Any, url: StoreUrl) -> None:
         self.pid = os.getpid()  # the process that may use it
@@ -77,6 +79,10 @@ class PlainArm:
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
+
+    def renew(self) -> tuple[int, ...]:
+        """Read the credentials again if their files were written since. Returns `credentials`."""
+        return self.credentials
 
     def read(self, key: str, limit: int | None = None) -> Stored:
         path = self._path(key)
@@ -183,6 +189,14 @@ class S3Arm(PlainArm):
         )
         filesystem.retries = 1
         super().__init__(filesystem, url)
+        self.credentials, self._lock = _times_of_credentials(), threading.Lock()
+
+    def renew(self) -> tuple[int, ...]:
+        with self._lock:  # several parts may be refused at once
+            if (now := _times_of_credentials()) != self.credentials:
+                self._filesystem.connect(refresh=True)
+                self.credentials = now
+        return self.credentials
 
     def _call(self, method: str, **arguments: Any) -> Any:
         return self._filesystem.call_s3(method, Bucket=self._bucket, timeout=self._attempt_seconds, **arguments)
@@ -220,6 +234,15 @@ class S3Arm(PlainArm):
 
     def remove(self, key: str) -> None:
         self._call("delete_object", Key=f"{self._prefix}{key}")
+
+
+def _times_of_credentials() -> tuple[int, ...]:
+    names = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
+    found = []
+    for name, usual in names.items():
+        with contextlib.suppress(OSError):
+            found.append(os.stat(os.path.expanduser(os.environ.get(name, usual))).st_mtime_ns)
+    return tuple(found)
 
 
 # --- children of fork() -----------------------------------------------------------------------------------------------

@@ -225,3 +225,31 @@ def test_no_credentials_are_told(proxy: Proxy, bucket: Bucket, monkeypatch: pyte
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     with pytest.raises(ObjectStoreError, match="give credentials that may list"):
         ObjectStore(parse_url(str(bucket)), QUICK).require_writable()
+
+
+def test_credentials_that_are_renewed_in_their_file_are_read_again(
+    proxy: Proxy, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As those of a login that lasts some hours, while the training lasts days."""
+    file = tmp_path / "credentials"
+
+    def write(token: str) -> None:
+        keys = {"aws_access_key_id": ACCESS_KEY, "aws_secret_access_key": SECRET_KEY, "aws_session_token": token}
+        file.write_text("\n".join(["[default]", *(f"{name} = {value}" for name, value in keys.items())]))
+
+    def expired(request: Request) -> bool:
+        return request.headers.get("X-Amz-Security-Token") == "first" and request.answer(400, "ExpiredToken")
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    write("first")
+    own = Bucket(ObjectStore(parse_url(str(bucket)), QUICK), part_bytes=20_000)
+    writer = SnapshotWriter(own, keep=2, host="one", run_uid="run", task={})
+    save(writer, 1)
+    proxy.fault = expired
+    with pytest.raises(SnapshotError, match="ExpiredToken"):
+        save(writer, 2)
+    write("second")
+    save(writer, 3)
+    assert [info.step for info in find_snapshots(own, warn=pytest.fail)] == [3, 1]
