@@ -68,8 +68,8 @@ class PlainArm:
     is_atomic = False
     """Whether the store itself is meant to check the condition of `put_if`."""
     _lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    credentials: tuple[int, ...] = ()
-    """When the files of those in use were written."""
+    credentials = 0
+    """When the file of those in use was written."""
 
     def __init__(self, filesystem: Any, url: StoreUrl) -> None:
         self.pid = os.getpid()  # the process that may use it
@@ -80,8 +80,8 @@ class PlainArm:
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
-    def renew(self) -> tuple[int, ...]:
-        """Read the credentials again if their files were written since. Returns `credentials`."""
+    def renew(self) -> int:
+        """Read the credentials again if their file was written since. Returns `credentials`."""
         return self.credentials
 
     def read(self, key: str, limit: int | None = None) -> Stored:
@@ -189,11 +189,11 @@ class S3Arm(PlainArm):
         )
         filesystem.retries = 1
         super().__init__(filesystem, url)
-        self.credentials, self._lock = _times_of_credentials(), threading.Lock()
+        self.credentials, self._lock = _written_at(), threading.Lock()
 
-    def renew(self) -> tuple[int, ...]:
+    def renew(self) -> int:
         with self._lock:  # several parts may be refused at once
-            if (now := _times_of_credentials()) != self.credentials:
+            if (now := _written_at()) != self.credentials:
                 self._filesystem.connect(refresh=True)
                 self.credentials = now
         return self.credentials
@@ -236,13 +236,12 @@ class S3Arm(PlainArm):
         self._call("delete_object", Key=f"{self._prefix}{key}")
 
 
-def _times_of_credentials() -> tuple[int, ...]:
-    names = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
-    found = []
-    for name, usual in names.items():
-        with contextlib.suppress(OSError):
-            found.append(os.stat(os.path.expanduser(os.environ.get(name, usual))).st_mtime_ns)
-    return tuple(found)
+def _written_at() -> int:
+    """When the file of credentials was written; 0 without one."""
+    path = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
+    with contextlib.suppress(OSError):
+        return os.stat(os.path.expanduser(path)).st_mtime_ns
+    return 0
 
 
 # --- children of fork() -----------------------------------------------------------------------------------------------

@@ -91,6 +91,7 @@ _BY_CODE = {
     "OperationAborted": StoreFault.TRANSIENT,
     "RequestTimeout": StoreFault.TRANSIENT,
     "SlowDown": StoreFault.TRANSIENT,
+    "RequestTimeTooSkewed": StoreFault.OTHER,  # other credentials would not help against a wrong clock
     "NoSuchBucket": StoreFault.NO_BUCKET,
     "InvalidObjectState": StoreFault.ARCHIVED,
     "BlobArchived": StoreFault.ARCHIVED,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic_train.errors import UsageError, first_line
 from elastic_train.training.ordered_buffers import make_writable
 
 AVERAGED = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64}
@@ -23,7 +24,10 @@ class AveragedWeights:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.model = copy.deepcopy(model).requires_grad_(False)
+        try:
+            self.model = copy.deepcopy(model).requires_grad_(False)
+        except Exception as error:  # of any type: a layer may have a way of its own
+            raise UsageError(f"averaged weights need a copy of the model: {first_line(error)}") from error
         """the averaged model, for evaluation"""
         make_writable(self.model)
         self._decay = decay

@@ -928,6 +928,14 @@ def break_off() -> None:
     raise RuntimeError("broken off")
 
 
+def test_a_model_that_cannot_be_copied_is_told_in_one_line() -> None:
+    """As with the older weight norm, whose weight is computed."""
+    model = nn.Linear(4, 2)
+    model.weight_of_norm = model.weight * 2
+    with pytest.raises(UsageError, match="copy of the model: Only Tensors created explicitly by the user"):
+        AveragedWeights(model, 0.9)
+
+
 def test_a_buffer_that_was_expanded_can_be_put_back_and_averaged() -> None:
     """Of several numbers in one place torch writes none."""
     model = nn.Linear(4, 2)

@@ -94,6 +94,7 @@ def of_azure(status: int, code: str | None) -> Exception:
         (response(409, "ConditionalRequestConflict"), StoreFault.TRANSIENT),
         (response(403, "SignatureDoesNotMatch"), StoreFault.DENIED),
         (response(400, "ExpiredToken"), StoreFault.DENIED),
+        (response(403, "RequestTimeTooSkewed"), StoreFault.OTHER),
         (response(403, "InvalidObjectState"), StoreFault.ARCHIVED),
         (response(404, "NoSuchBucket"), StoreFault.NO_BUCKET),
         (response(412, "PreconditionFailed"), StoreFault.REFUSED),
