@@ -195,7 +195,7 @@ def _differing_code(worker: Worker, membership: Membership, program: Program) ->
         return None
     return (
         f"{path} is not what the node has with which this job began (SHA-256 {digest}... here, {theirs}... there): "
-        "where they train otherwise, their states differ; give all nodes the same file"
+        "where it trains otherwise, the result depends on who computes which share; give all nodes the same file"
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.epoch_dataset import EpochDataset
 from elastic_train.training.optimizers import parameters_of, sizes_of
 from elastic_train.training.state import TrainState
@@ -85,10 +86,12 @@ def identify_state(state: TrainState) -> dict[str, str]:
             trained[f"{KIND_OF}{place}"] = type(optimizer).__name__
             trained[f"{ORDER_OF}{place}"] = f"{count(len(order), 'parameter')} ({_digest(order)})"
             trained[f"groups of {place}"] = f"{sizes_of(optimizer)}"
+    # Averages are of a flag, which is compared itself.
+    own = sorted(name for name, one in state.extras.items() if not isinstance(one, AveragedWeights))
     return {
         "the model": f"{count(len(tensors), 'tensor')} of {count(numbers, 'number')} ({digest})",
         **trained,
-        "what extras holds": ", ".join(sorted(state.extras)) or "nothing",
+        "what extras holds": ", ".join(own) or "nothing",
     }
 
 

@@ -33,6 +33,7 @@ from elastic_train.rendezvous.launch import C10dSettings, Launch
 from elastic_train.rules import require_agreement
 from elastic_train.storage import store_arms
 from elastic_train.storage.store_arms import MemoryArm, PlainArm
+from elastic_train.training.averaging import AveragedWeights
 from elastic_train.training.data_identity import identify_state
 from elastic_train.training.state import TrainState
 from elastic_train.training.tasks import ImageClassification, Task
@@ -206,6 +207,8 @@ def test_members_agree_on_the_shapes_of_a_model_and_not_on_its_values() -> None:
     assert found(nn.Linear(2, 3))["the model"] != found(nn.Linear(3, 2, bias=False))["the model"]
     assert found(nn.Linear(1, 1).half()) != found(nn.Linear(1, 1))
     assert found(nn.Linear(1, 1))["what extras holds"] == "nothing"
+    averaged = state_of(model := nn.Linear(1, 1), ema=AveragedWeights(model, 0.9), scheduler=object())
+    assert identify_state(averaged)["what extras holds"] == "scheduler", "who lacks --ema-decay hears of that flag"
     assert found(nn.Sequential(nn.LazyLinear(3))) == {}, "the first batch says what it is"
 
 
