@@ -158,7 +158,7 @@ def _as_member(
     try:
         return _through_worlds(ring, parts, comes_back=launch.is_open)
     except (LeftOut, NewerGeneration) as error:
-        if isinstance(error, Refused) or not launch.is_open:
+        if not (launch.is_open and _is_left_out(error)):
             raise
         return parts.exits.give_way(error, ring.world, back, has_state=parts.resume.has_state)
 
@@ -294,7 +294,11 @@ def _through_worlds(ring: Ring, parts: RingParts, *, comes_back: bool) -> int:
         said = parts.exits.save_for_next_start(ring.world, MEND_FIRST if is_of_code else CONTINUE)
         raise type(error)(f"{error}; {said}") from error
     finally:
-        is_back_soon = comes_back and isinstance(sys.exception(), LeftOut | NewerGeneration)
-        with suppress(OwnershipLost):  # the error that ended the ring says more
-            if not is_back_soon:  # else it waits where it saves its state, and no longer than it has to
+        if not (comes_back and _is_left_out(sys.exception())):  # else it waits where it saves its state
+            with suppress(OwnershipLost):  # the error that ended the ring says more
                 parts.saver.wait()  # the snapshot in flight is valid
+
+
+def _is_left_out(error: BaseException | None) -> bool:
+    """Whether the other members have gone on without this worker, and may take it in again."""
+    return isinstance(error, LeftOut | NewerGeneration) and not isinstance(error, Refused)

@@ -6,13 +6,22 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from elastic_train.config import Config
 from elastic_train.elastic import run
 from elastic_train.elastic.next_world import Survivors
-from elastic_train.errors import ElasticTrainError, FormationFailed, JobFailed, UsageError
+from elastic_train.errors import (
+    ElasticTrainError,
+    FormationFailed,
+    JobFailed,
+    LeftOut,
+    NewerGeneration,
+    Refused,
+    UsageError,
+)
 from elastic_train.rendezvous.launch import Launch
 from elastic_train.stopping import StopSignal
 from elastic_train.storage.ownership import OWNER_RECORD
@@ -83,6 +92,21 @@ def test_what_would_fail_again_is_to_be_mended_first(error: ElasticTrainError, s
     with pytest.raises(type(error)) as told:
         run._through_worlds(ring, parts, comes_back=True)
     assert str(told.value) == f"{error}{said}"
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [(LeftOut("they went on"), False), (NewerGeneration("they went on"), False), (Refused("another flag"), True)],
+    ids=lambda it: type(it).__name__,
+)
+def test_who_ends_waits_for_the_snapshot_in_flight(error: ElasticTrainError, waits: bool) -> None:
+    """Who comes back does so where it saves its state; who is refused does not come back."""
+    saver = Mock()
+    ring: Any = SimpleNamespace(run=Mock(side_effect=error), world=object())
+    parts: Any = SimpleNamespace(resume=SimpleNamespace(has_state=True, has_steps=True), saver=saver)
+    with pytest.raises(type(error)):
+        run._through_worlds(ring, parts, comes_back=True)
+    assert saver.wait.called is waits
 
 
 def test_who_hears_of_such_an_error_while_the_others_decide_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
