@@ -59,8 +59,8 @@ class Saver:
         """of the newest state that could not be saved while the caller waited, by this worker or for it; else -1"""
         self.newest: SnapshotResult | None = None
         """the newest durable snapshot"""
-        self._has_warned_slow, self.step_on_the_way = False, -2
-        """whether the snapshot in flight has caused a warning; its step"""
+        self._has_warned_slow, self.step_on_the_way, self.begun_in_wait = False, -2, (-1, -1)
+        """whether the snapshot in flight has caused a warning; its step; the newest one of `begin_to_save`"""
         self._snapshots: SnapshotWriter | None = None
         self._was_writer, self._unfit = True, set[str]()
         """whether this worker was rank 0 in the world before, or had none; errors about the state that were reported"""
@@ -83,8 +83,8 @@ class Saver:
         if self._world is None:
             return False
         if self._world.rank != 0:
-            if self._interval.steps != 0:
-                self._note_due(self._world, state)
+            self.report()  # what it has written while it waited for others
+            self._note_due(self._world, state)
             return False
         self._files.raise_if_replaced()
         is_new_best = self.owes_best(state)
@@ -127,9 +127,9 @@ class Saver:
     def _note_due(self, world: World, state: TrainState) -> None:
         """Write an event once, so that this run directory shows that snapshots exist where another node writes them.
         That happens a step after the first snapshot was due: by then rank 0 has logged that step, too."""
-        if self._has_noted_due:
-            return
         steps = self._interval.steps
+        if self._has_noted_due or steps == 0:
+            return
         if steps is None:  # rank 0 counts from its first world, which may be an earlier one; a step may be long
             is_past = self._now() - self._entered_at > 2 * self._interval.first_seconds
         else:

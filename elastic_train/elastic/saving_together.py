@@ -4,7 +4,7 @@ another node where the first one cannot. And the state of a node that other memb
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from threading import Timer
 
 from elastic_train.elastic.saving import Saver
@@ -46,17 +46,20 @@ def warned_before_kill(worker: Worker, saver: Saver) -> Iterator[None]:
 
 def begin_to_save(worker: Worker, saver: Saver, world: World) -> str | None:
     """Begin to save the state to a bucket, if no snapshot is in flight, on a node that waits for other members and has
-    to answer them: a store that is away is tried for minutes. Call it again and again while this node waits. Returns a
-    line for the user when it has begun."""
-    step = worker.state.step
-    if not world.is_first_of_node:
+    to answer them: a store that is away is tried for minutes. Call it again and again while this node waits: it begins
+    once. Returns a line for the user."""
+    state, mine = worker.state, (world.generation, worker.state.step)
+    if not world.is_first_of_node or saver.writer().is_busy():
         return None
-    with suppress(OwnershipLost):  # the agreement tells who goes on
+    try:
         saver.report()
-        if saver.step_on_the_way != step and not saver.writer().is_busy():
-            saver.save(worker.state)
-            return f"the state of step {step} is on its way to {worker.snapshots_dir}, in case that no other is left"
-    return None
+        if saver.begun_in_wait == mine:
+            return None
+        saver.begun_in_wait = mine
+        saver.save(state)
+    except OwnershipLost as error:
+        return str(error)
+    return f"the state of step {state.step} is on its way to {worker.snapshots_dir}, in case that no other is left"
 
 
 def save_soon(worker: Worker, saver: Saver) -> bool:
@@ -65,7 +68,7 @@ def save_soon(worker: Worker, saver: Saver) -> bool:
     state = worker.state
     if worker.bucket is None:
         return saver.save_and_wait(state)
-    if saver.step_on_the_way != state.step:
+    if saver.step_on_the_way != state.step or not saver.writer().is_busy():
         saver.give_up_in_flight(state)
         if saver.writer().wait(SOON_SECONDS, prunes=False):
             saver.save(state)

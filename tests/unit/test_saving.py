@@ -48,6 +48,7 @@ from elastic_train.runlog.reader import read_all
 from elastic_train.snapshot_interval import FIRST_SECONDS
 from elastic_train.stopping import StopSignal
 from elastic_train.storage import shares
+from elastic_train.storage.bucket_owner import BucketOwner
 from elastic_train.storage.shares import Fleet
 from elastic_train.storage.snapshot import SnapshotResult, find_snapshots
 from elastic_train.storage.snapshot_writer import SnapshotWriter
@@ -551,6 +552,50 @@ def test_who_was_left_out_waits_for_a_store_for_a_while(
     assert save_soon(training.worker, training.saver) is not is_away
     is_back.set()
     training.saver.wait()
+    assert training.written == [1]
+
+
+@pytest.mark.parametrize("is_left_out", [False, True])
+def test_a_state_whose_snapshot_has_failed_is_saved_by_who_waits_or_was_left_out(
+    start: Start, monkeypatch: pytest.MonkeyPatch, is_left_out: bool
+) -> None:
+    training = with_bucket(start, f"again-{is_left_out}")
+    worker, saver, state, world = training.worker, training.saver, training.state, training.world
+    state.commit(0.5)
+    with monkeypatch.context() as during:
+        during.setattr(PlainArm, "put", Mock(side_effect=PermissionError("refused")))
+        saver.save(state)
+        saver.wait()
+    assert ["refused" in str(one["message"]) for one in training.events("warning")] == [True]
+    if is_left_out:
+        assert save_soon(worker, saver)
+    else:
+        assert begin_to_save(worker, saver, world) is not None
+        assert begin_to_save(worker, saver, world) is None, "once: an error that lasts would be told every second"
+    saver.wait()
+    assert training.written == [1]
+
+
+def test_who_waits_hears_that_another_job_has_the_bucket(start: Start) -> None:
+    training = with_bucket(start, "taken")
+    training.state.commit(0.5)
+    assert training.worker.bucket is not None
+    BucketOwner(training.worker.bucket.store, "other").take("newer", 1, lambda: None)
+    begin_to_save(training.worker, training.saver, training.world)
+    assert training.saver.writer().wait(60.0)
+    said = begin_to_save(training.worker, training.saver, training.world)
+    assert said is not None
+    assert "another job" in said
+
+
+def test_a_rank_that_saved_while_it_waited_reports_that_as_it_goes_on(start: Start) -> None:
+    training = with_bucket(start, "goes-on")
+    me = training.world.members[0]
+    training.saver.enter(World(rank=1, generation=0, members=(replace(me, host="first", uid="first"), me)))
+    training.state.commit(0.5)
+    training.saver.save(training.state)
+    assert training.saver.writer().wait(60.0)
+    assert not training.saver.is_due(training.state)
     assert training.written == [1]
 
 
