@@ -175,26 +175,28 @@ class S3Arm(PlainArm):
         self._bucket, _, prefix = url.place.partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         self._attempt_seconds = attempt_seconds
-        filesystem = importlib.import_module("s3fs").S3FileSystem(
-            skip_instance_cache=True,
-            use_listings_cache=False,
-            config_kwargs={
-                "retries": {"total_max_attempts": 1},
-                "connect_timeout": min(10.0, silence_seconds),
-                "read_timeout": silence_seconds,
-                # manifests hold checksums; not every S3-compatible server knows the newer trailing checksums
-                "request_checksum_calculation": "when_required",
-                "response_checksum_validation": "when_required",
-            },
-        )
-        filesystem.retries = 1
-        super().__init__(filesystem, url)
+        self._options = {
+            "retries": {"total_max_attempts": 1},
+            "connect_timeout": min(10.0, silence_seconds),
+            "read_timeout": silence_seconds,
+            # manifests hold checksums; not every S3-compatible server knows the newer trailing checksums
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+        }
         self.credentials, self._lock = _written_at(), threading.Lock()
+        super().__init__(self._open(), url)
+
+    def _open(self) -> Any:
+        """A new file system; it reads the credentials at its first request."""
+        s3fs = importlib.import_module("s3fs")
+        filesystem = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False, config_kwargs=self._options)
+        filesystem.retries = 1
+        return filesystem
 
     def renew(self) -> int:
         with self._lock:  # several parts may be refused at once
             if (now := _written_at()) != self.credentials:
-                self._filesystem.connect(refresh=True)
+                self._filesystem = self._open()  # `connect` of the old one would keep all that it had, some 13 MiB
                 self.credentials = now
         return self.credentials
 

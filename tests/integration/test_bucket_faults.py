@@ -3,6 +3,8 @@ and what goes wrong is one line without credentials."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -251,5 +253,8 @@ def test_credentials_that_are_renewed_in_their_file_are_read_again(
     with pytest.raises(SnapshotError, match="ExpiredToken"):
         save(writer, 2)
     write("second")
+    old = weakref.ref(own.store._arm._filesystem)  # type: ignore[attr-defined]
     save(writer, 3)
+    gc.collect()
+    assert old() is None, "a run may last for many such files"
     assert [info.step for info in find_snapshots(own, warn=pytest.fail)] == [3, 1]
