@@ -68,10 +68,9 @@ def save_soon(worker: Worker, saver: Saver) -> bool:
     state = worker.state
     if worker.bucket is None:
         return saver.save_and_wait(state)
-    if saver.step_on_the_way != state.step or not saver.writer().is_busy():
-        saver.give_up_in_flight(state)
-        if saver.writer().wait(SOON_SECONDS, prunes=False):
-            saver.save(state)
+    is_of_it = saver.step_on_the_way == state.step and saver.writer().is_busy()
+    if not is_of_it and saver.writer().wait(SOON_SECONDS, prunes=False):  # else the one before it, or neither, is saved
+        saver.save(state)
     saver.writer().wait(SOON_SECONDS, prunes=False)
     saver.report()
     return saver.newest is not None and saver.newest.step == state.step

@@ -555,6 +555,22 @@ def test_who_was_left_out_waits_for_a_store_for_a_while(
     assert training.written == [1]
 
 
+def test_who_was_left_out_does_not_lose_the_snapshot_in_flight_and_its_state(
+    start: Start, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving_together, "SOON_SECONDS", 0.01)
+    training = with_bucket(start, "neither")
+    is_back: threading.Event = request.getfixturevalue("away")
+    training.state.commit(0.5)
+    training.saver.save(training.state)
+    wait_until(lambda: any(one.name == "snapshot-part" for one in threading.enumerate()), "a part on its way")
+    training.state.commit(0.5)
+    assert not save_soon(training.worker, training.saver)
+    is_back.set()
+    training.saver.wait()
+    assert training.written == [1]
+
+
 @pytest.mark.parametrize("is_left_out", [False, True])
 def test_a_state_whose_snapshot_has_failed_is_saved_by_who_waits_or_was_left_out(
     start: Start, monkeypatch: pytest.MonkeyPatch, is_left_out: bool
