@@ -217,6 +217,9 @@ class TrainingDiverged(ElasticTrainError):
 class LeftOut(ElasticTrainError):
     """The other members have gone on without this worker; it must not train on."""
 
+    by: str | None = None
+    """uid of the world that left it out, where it has given up its vote for that"""
+
 
 class Superseded(LeftOut):
     """This worker has met another branch of the run (--on-split), which has more committed steps."""

@@ -56,6 +56,8 @@ class Member:
     """(generation, step) of the furthest snapshot that it can see"""
     forms_ahead: bool = False
     """whether it can form a process group beside the present one"""
+    was: tuple[tuple[str, str], ...] = ()
+    """uids that its process had before, as members that were left out, each with that of the world that left it out"""
 
     @property
     def name(self) -> str:

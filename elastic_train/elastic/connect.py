@@ -68,6 +68,8 @@ class Return:
     """how many times in a row it was left out before a world with it was settled"""
     deadline: float = math.inf
     """--wait-timeout after it was first left out, by the monotonic clock"""
+    was: tuple[tuple[str, str], ...] = ()
+    """as `Member.was`, of these times"""
 
     def seconds_left(self) -> float:
         return max(0.0, self.deadline - time.monotonic())

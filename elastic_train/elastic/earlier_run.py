@@ -105,6 +105,7 @@ class EarlierRun:
                 node_id=launch.node_id,
                 newest=newest,
                 forms_ahead=can_form(),
+                was=() if self._back is None else self._back.was,
             ),
             lambda theirs: require_line(self._offers if self._back is None else (), theirs),
         )

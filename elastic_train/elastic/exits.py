@@ -28,6 +28,7 @@ from elastic_train.elastic.trainer import Trainer
 from elastic_train.elastic.worker import Worker
 from elastic_train.errors import (
     ElasticTrainError,
+    LeftOut,
     NewerGeneration,
     OwnershipLost,
     StoreUnreachable,
@@ -252,11 +253,12 @@ class Exits:
         stores = tuple(member.store for member in others if member.store is not None)
         if isinstance(error, Superseded):
             stores = (error.winner.store, *stores)
-        has_trained = bool(state.run_uid)
+        has_trained, by = bool(state.run_uid), error.by if isinstance(error, LeftOut) else None
+        was = () if by is None else ((membership.uid, by),)
         if before is None or membership.has_settled:
-            return Return(membership.uid, stores, has_trained, 0, time.monotonic() + worker.config.wait_timeout)
-        stores = tuple(dict.fromkeys((*stores, *before.stores)))
-        return Return(membership.uid, stores, has_trained, before.num_fruitless + 1, before.deadline)
+            return Return(membership.uid, stores, has_trained, 0, time.monotonic() + worker.config.wait_timeout, was)
+        stores, was = tuple(dict.fromkeys((*stores, *before.stores))), (*before.was, *was)
+        return Return(membership.uid, stores, has_trained, before.num_fruitless + 1, before.deadline, was)
 
     def _save_before_return(self, world: World) -> str:
         state = self._worker.state

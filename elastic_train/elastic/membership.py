@@ -306,7 +306,9 @@ class Membership:
         if following is None:
             self.job.release(world, decision)
             why = f": {watcher.reason}" if watcher.reason else ""
-            raise LeftOut(f"the others went on as generation {decision.generation} without this worker{why}")
+            error = LeftOut(f"the others went on as generation {decision.generation} without this worker{why}")
+            error.by = decision.uid
+            raise error
         reason = watcher.reason or "; ".join(watcher.verdicts.values()) or self.joins.why_outlived()
         self._enter(following, decision.facts, decision)
         return following, Change(

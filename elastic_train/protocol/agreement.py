@@ -28,6 +28,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from elastic_train.errors import JobFailed
+from elastic_train.protocol.join_queue import fitting_nodes, ready_nodes, without_nodes_of
 from elastic_train.rules import next_generation, next_members
 from elastic_train.world import Member, Reach, World, from_json, from_runs, to_json, to_runs, value_of
 
@@ -255,11 +256,20 @@ class Agreement:
         """Return the uids of members that are proven dead or have left, as the members of this side report."""
         gone = {self._world.members[rank].uid for rank, status in found.items() if status is Liveness.DEAD}
         gone |= {uid for rank in side for uid in self._present[rank].dead}
+        gone |= {uid for one in self._world.members if one.uid in gone for uid, _ in one.was}
         return gone - {self._world.members[rank].uid for rank in side}
 
     def _holding(self, side: Collection[int]) -> frozenset[str]:
         """Return the uids of members of this side that report to have the run's state."""
         return frozenset(self._world.members[rank].uid for rank in side if self._present[rank].holds_state)
+
+    def _returning(self) -> tuple[Member, ...]:
+        """Return the nodes in the join queue with a worker that is back after it was left out, if they are ready and
+        answer. Blocks for short timeouts."""
+        job, inside = self._job, self._world.members
+        nodes = fitting_nodes(ready_nodes(job.queue(), inside), job.facts.known.get("agreement"))
+        found = [member for node in nodes if any(one.was for one in node) for member in node]
+        return without_nodes_of(job.entrance.refused(found), found) if found else ()
 
     def _ended(self, out: Sequence[Member], gone: Collection[str]) -> frozenset[str]:
         """Return `job.ended_holders`; nothing if a member in `out` may live, for that member may have a state."""
@@ -291,7 +301,9 @@ class Agreement:
         missed_by = [rank for rank in alive if world.rank in self._present[rank].unreachable]
         if missed_by and self._is_early():
             return Wait(tuple(missed_by))
-        newcomers = tuple(self._newcomers())
+        newcomers, holding = tuple(self._newcomers()), self._holding(verdict.members)
+        if not holding:  # one that was left out may be back with the state: it is admitted at once
+            newcomers += tuple(one for one in self._returning() if one not in newcomers)
         ended = self._ended([world.members[rank] for rank in out], gone)
         seen = [self._present[rank].max_generation for rank in verdict.members]
         decision = Decision(
@@ -309,8 +321,7 @@ class Agreement:
         self._reach("proposed", world)
         outcome = job.decide(
             world, decision.to_json(), [world.rank, *reachable],
-            dead=frozenset(gone), ended=ended, answering=answering,
-            holding=self._holding(verdict.members),
+            dead=frozenset(gone), ended=ended, answering=answering, holding=holding,
         )  # fmt: skip
         if isinstance(outcome, Denied):
             self.asks_others = bool(outcome.votes)

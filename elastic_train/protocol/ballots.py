@@ -277,12 +277,12 @@ class Ballots:
         chosen = round_.accepted(promises) or proposal
         if isinstance(chosen, Denied):
             return chosen
-        members = uids(world, Decision.from_json(chosen).ranks)
+        after = Decision.from_json(chosen).members_after(world)
+        members = {member.uid for member in after}
         # Enough of the voters must be in the new world: a vote does not hand over the state.
         if chosen is proposal and round_.needs_votes and not may_go_on(worlds, members):
             return self._elsewhere.denied(round_, missing_votes(worlds, members))
-        heirs_of = () if round_.ended else worlds  # where the holders have ended nobody else is silent
-        awaited = self._known.holders_outside(members, heirs_of, round_.dead, round_.holding)
+        awaited = self._known.holders_outside(after, round_.dead, round_.holding, round_.ended and world.uids)
         if chosen is proposal and awaited:  # also those that released their votes
             return self._elsewhere.denied(round_, sorted(awaited))
         return ballot, list(promises), chosen

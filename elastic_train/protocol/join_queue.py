@@ -157,7 +157,7 @@ class Entrance:
     ) -> None:
         self._clients, self._own, self._address = clients, clients.own, address
         self._finder, self._size, self._run_id = finder, size, run_id
-        self._refused, self._begin, self._clock, self._probe_all = refused, begin, clock, probe_all
+        self.refused, self._begin, self._clock, self._probe_all = refused, begin, clock, probe_all
         self._known = KnownJob(tuple(knows[:MOST_KNOWN]), clock()) if knows else None
         self._judged_at, self.holds_back = -math.inf, False
         """when this worker last checked whether the job that it knows may run; whether it begins none because of it"""
@@ -355,7 +355,7 @@ class Entrance:
         else:  # these workers may know nothing but their ranks
             found = by_newest([(one.member,) for one in waiting])
         members = tuple(member for node in found for member in node)
-        gone = self._refused(members)
+        gone = self.refused(members)
         if gone:
             self.drop(gone)
             return

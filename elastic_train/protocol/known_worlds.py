@@ -140,9 +140,12 @@ class KnownWorlds:
             self.old_keys.note_settled(world)
         self.has_state = True
 
-    def voters_without(self, dead: Collection[str]) -> list[Voters]:
-        """Return the voters without the votes of the dead, and without released votes."""
-        gone = {*dead, *self._released()}
+    def voters_without(
+        self, dead: Collection[str], members: Sequence[Member] = (), waiting: Sequence[Waiting] = ()
+    ) -> list[Voters]:
+        """Return the voters without the votes of the dead, without released votes, and without those that these members
+        of the present world, or these workers in the join queue, had before."""
+        gone = {*dead, *self._released(), *self.given_up((*members, *(one.member for one in waiting)))}
         return [one.without(gone) for one in self.voters]
 
     def holders(self, dead: Collection[str]) -> set[str]:
@@ -151,21 +154,29 @@ class KnownWorlds:
         return set(first.members) - first.dead - set(dead)
 
     def holders_outside(
-        self, members: Collection[str], worlds: Sequence[Voters], dead: Collection[str], holding: Collection[str]
+        self, members: Sequence[Member], dead: Collection[str], holding: Collection[str], ended: Collection[str]
     ) -> set[str]:
         """Return the uids of those that may have the state and are not in `members`; none if one of these has it.
 
-        If all members of the last settled world are dead, any member of a later one may have got the state from them.
+        If no member of the last settled world is there, any member of a later one may have got the state from it. What
+        a member had that was left out is there if it is back: it has saved that, though others may have a newer state.
 
         Args:
-            worlds: since the last settled one, without the dead and released votes.
             holding: uids of members that are known to have the state.
+            ended: uids of heirs that are not waited for, as all members of the last settled world have ended.
         """
-        holders = self.holders(dead) | set(holding)
-        if holders:
-            return set() if holders & set(members) else holders
-        heirs = {uid for voters in worlds for uid in voters.members if uid not in voters.dead}
-        return heirs - set(members) if self.has_state else set()
+        inside, holders = {member.uid for member in members}, self.holders(dead) | set(holding)
+        if holders & inside:
+            return set()
+        heirs = {uid for voters in self.voters for uid in voters.members if uid not in voters.dead}
+        awaited = holders | (heirs - {*dead, *ended}) if holders or self.has_state else set()
+        return awaited - inside - self.given_up(members)
+
+    def given_up(self, members: Iterable[Member]) -> set[str]:
+        """Return the uids that these newcomers had as members which worlds since the last settled one left out: so they
+        have given up their votes before those worlds, in which no other member may have heard it."""
+        worlds = {voters.world for voters in self.voters}
+        return {uid for member in members for uid, left_out_by in member.was if left_out_by in worlds}
 
     def left_out(self, world: World) -> set[str]:
         """Return the members of earlier worlds that may train on without knowing of this one."""

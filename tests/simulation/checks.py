@@ -98,6 +98,8 @@ def what_is_not_well(simulation: Simulation) -> str | None:
     if len(worlds) == 1 and (is_training or (is_short and may_go_on)):
         queue = [worker for worker in living if worker not in trainers and _can_join(simulation, worker, trainers)]
         return f"still in the queue after a heal: {_states(living)}" if queue else None
+    if not may_go_on and lacks_given_up(simulation):
+        return f"waits for votes that were given up: {_states(living)}"
     if not may_go_on or _is_short_without_strangers(simulation, trainers):
         return None
     has_signpost = simulation.form.has_signpost()
@@ -127,10 +129,11 @@ def _newest_of(trainers: list[Worker]) -> Worker:
 
 def lacks_given_up(simulation: Simulation) -> bool:
     """Whether a side waits for the votes of members that were left out, and came back as others, and for no more: for
-    votes that nobody can give. Histories let it wait."""
+    votes that nobody can give."""
     side = [worker for worker in simulation.living if worker.activity != "queues" and worker.world is not None]
     lacking = simulation.form.missing_votes(_newest_of(side), side)
-    return bool(lacking) and lacking <= {one.uid for one in simulation.workers if one.process.ending == "left_out"}
+    back = {uid for worker in simulation.living for uid, _ in worker.member.was}
+    return bool(lacking) and lacking <= back
 
 
 def _what_is_given_up(simulation: Simulation, trainers: list[Worker]) -> str | None:

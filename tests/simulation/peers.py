@@ -73,8 +73,9 @@ class PeersForm:
         return self.suffices(worker, self._worlds(worker, side), {one.uid for one in side})
 
     def missing_votes(self, worker: Worker, side: Sequence[Worker]) -> set[str]:
-        released = worker.job._known._heard_released[1]
-        worlds = [voters.without(released) for voters in self._worlds(worker, side)]
+        known, waiting = worker.job._known, [one.member for one in worker.job.entrance.queue()]
+        gone = known._heard_released[1] | known.given_up(waiting)
+        worlds = [voters.without(gone) for voters in self._worlds(worker, side)]
         return set(missing_votes(worlds, {one.uid for one in side}))
 
     def _worlds(self, worker: Worker, side: Sequence[Worker]) -> list[Voters]:

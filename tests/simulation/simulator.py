@@ -188,14 +188,15 @@ class Simulation:
             told.parent = before.uid
         self.note(f"{worker} enters generation {world.generation} {world.uid} of {uids}")
 
-    def note_start(self, worker: Worker, world: World) -> None:
+    def note_start(self, worker: Worker, world: World, kept_inside: Commit | None) -> None:
         from tests.simulation import checks
 
         if world.uid not in self.starts:
-            self.note(f"{worker} begins from the start in {world.uid}")
+            begins = "the start" if kept_inside is None else f"step {kept_inside.step}, which was kept,"
+            self.note(f"{worker} begins from {begins} in {world.uid}")
             newest = max((commit.step for told in self.worlds.values() for commit in told.commits), default=0)
             # What somebody kept from before is outdated where those who came further have died.
-            least = max(2, newest - 1)
+            least = max(2, newest - 1, 0 if kept_inside is None else kept_inside.step + 2)
             # Who comes back has saved what it keeps: a world with it in it begins with that, where a disk is.
             inside = {member.uid for member in world.members}
             kept = {one.uid: one.kept.step for one in self.living if one.kept is not None and one.uid not in inside}

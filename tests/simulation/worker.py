@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -60,6 +61,11 @@ class Worker:
             node_id=host,
             forms_ahead=True,
         )
+        if was is not None:
+            before = () if was.membership.has_settled else was.member.was
+            self.member = replace(self.member, was=before if was.left_by is None else (*before, (was.uid, was.left_by)))
+        self.left_by: str | None = None
+        """as `LeftOut.by`, once it was left out"""
         self.state = State(plan.max_steps, lambda: machines.kernel.now)
         self.num_commits = 0
         self.is_back, self.num_fruitless = was is not None, 0 if was is None else was.num_fruitless_after
@@ -266,6 +272,7 @@ class Worker:
                 self.simulation.fail(f"ends with an error: {self} {error}")
             self._end("second job", str(error))
         except LeftOut as error:
+            self.left_by = error.by
             if isinstance(error, Superseded):
                 self.met = (error.winner.store,)
             with suppress(StoreUnreachable):

@@ -27,6 +27,7 @@ FORMATS = {
     3: "962980790e34a910",
     4: "962980790e34a910",
     5: "51ef7a2c442ce2e5",
+    6: "c9938e0fe2828198",
 }
 """by number: the digest of all that is told; 4: the key under which the end of a job is told is another"""
 
