@@ -304,7 +304,8 @@ class Agreement:
         newcomers, holding = tuple(self._newcomers()), self._holding(verdict.members)
         if not holding:  # one that was left out may be back with the state: it is admitted at once
             newcomers += tuple(one for one in self._returning() if one not in newcomers)
-        ended = self._ended([world.members[rank] for rank in out], gone)
+        apart = [one for rank, one in enumerate(world.members) if rank not in {*verdict.members, *left}]
+        ended = self._ended(apart, gone)  # some of these may answer, and this member may be one of them
         seen = [self._present[rank].max_generation for rank in verdict.members]
         decision = Decision(
             generation=next_generation([*seen, world.generation, *(one.max_generation for one in newcomers)]),

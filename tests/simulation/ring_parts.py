@@ -246,26 +246,28 @@ class SimParts:
         found = self._exchange_states(group)
         held = [(commit, branches) for commit, branches, *_ in found if commit is not None]
         if not held:
-            kept = self._kept(group)
+            kept = self._newest_of([one[-1] for one in found])
             self._simulation.note_start(self._worker, world, kept)
             return kept
         newest, state.branches = max(held, key=lambda one: (one[0].generation, one[0].step))
         return newest
 
-    def _kept(self, group: Group) -> Commit | None:
+    def _newest_of(self, kept: list[Commit | None]) -> Commit | None:
         """The newest snapshot of those in this world who came back; they have saved what they had. Of two branches, or
         two jobs, it would have to be told which is continued: that is left out here."""
         plan = self._simulation.plan
-        if plan.goes_on or plan.begins_twice:
-            return None
-        found = [commit for commit in group.exchange(self._worker.kept) if commit is not None]
+        found = [] if plan.goes_on or plan.begins_twice else [commit for commit in kept if commit is not None]
         return max(found, key=lambda one: (one.step, one.generation), default=None)
 
-    def _exchange_states(self, group: Group) -> list[tuple[Commit | None, Branches, list[dict[str, Any]], list[str]]]:
-        """(newest commit, branches, incidents, hosts that have died since) of each rank; who has no state takes over
-        what is known of deaths."""
+    def _exchange_states(
+        self, group: Group
+    ) -> list[tuple[Commit | None, Branches, list[dict[str, Any]], list[str], Commit | None]]:
+        """(newest commit, branches, incidents, hosts that have died since, what it kept) of each rank; who has no state
+        takes over what is known of deaths."""
         state = self._state
-        found: list[Any] = group.exchange((state.commit, state.branches, list(state.incidents), self._dead_hosts))
+        found: list[Any] = group.exchange(
+            (state.commit, state.branches, list(state.incidents), self._dead_hosts, self._worker.kept)
+        )
         if not self.has_state:
             theirs = next((known for commit, _, *known in found if commit is not None), ([], self._dead_hosts))
             state.incidents, self._dead_hosts = list(theirs[0]), list(theirs[1])
