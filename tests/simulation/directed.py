@@ -55,6 +55,24 @@ def heir_falls_silent(lease: float | None, later: float) -> Plan:
     return replace(quiet, faults=faults, recovers_at=at + 1.15 * TIMEOUT + 3.0)
 
 
+def heir_is_back(lease: float | None, later: float) -> Plan:
+    """The same, but the second one is left out: the first one hears that, and has not got the state when the only one
+    that has it is killed. Then it hears the second one, which is back in its queue."""
+    quiet = replace(plan(3, recovers_at=6.0, founders=1, min_nodes=1, num_endpoints=3), lease=lease)
+    at = when(quiet, "enters generation 1") + later
+    faults = ((at, "cut", 1, 2), (at + 1.35 * TIMEOUT, "kill", 0), (at + 1.35 * TIMEOUT, "heal_all"))
+    return replace(quiet, faults=faults, recovers_at=at + 1.35 * TIMEOUT + 4.0)
+
+
+def heir_proposes_a_world_without_it(away: float) -> Plan:
+    """All share a directory, which the first of two that cannot hear each other does not see for a while; so the second
+    one, which alone has the state by then, proposes."""
+    quiet = replace(plan(3, recovers_at=6.0, founders=1, min_nodes=1, num_endpoints=3), directories=(0,) * 3)
+    at = when(quiet, "enters generation 1") + 0.07
+    faults = ((at, "cut", 1, 2), (at + 1.9, "stall", 2), (at + 2.34, "kill", 0), (at + 3.12, "heal_all"))
+    return replace(quiet, faults=(*faults, (at + away, "unstall")), recovers_at=at + 5.7)
+
+
 def holder_falls_silent(hosts: int, later: float, lease: float | None = None) -> Plan:
     """All share a directory, or use etcd. One has trained alone, others are admitted, and it freezes a moment later."""
     quiet = replace(plan(hosts, recovers_at=6.0, founders=1, min_nodes=1), lease=lease)

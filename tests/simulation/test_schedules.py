@@ -105,6 +105,21 @@ def test_who_may_have_got_the_state_is_waited_for(lease: float | None, later: fl
 
 
 @FORMS
+@pytest.mark.parametrize("later", [0.05, 0.15, 0.25])
+def test_who_was_left_out_and_is_back_brings_the_state(lease: float | None, later: float) -> None:
+    """To a side that has none: it goes on with what was kept, and at once."""
+    simulation = run(directed.heir_is_back(lease, later))
+    assert num_begun(simulation) == 1, simulation.describe()
+    assert [worker.activity for worker in simulation.living] == ["trains"] * 2, simulation.describe()
+
+
+@pytest.mark.parametrize("away", [4.9, 5.1, 5.3])
+def test_who_has_the_state_hands_the_job_to_nobody_without_it(away: float) -> None:
+    simulation = run(directed.heir_proposes_a_world_without_it(away))
+    assert num_begun(simulation) == 1, simulation.describe()
+
+
+@FORMS
 def test_a_vote_that_was_given_up_unheard_keeps_nobody_waiting(lease: float | None) -> None:
     """Who gave it up is back in the queue of the one who waits for it, and its entry there says what it was."""
     made = directed.voter_that_is_left_out_unheard(lease)

@@ -25,7 +25,7 @@ from elastic_train.training.state import TrainState
 from tests.unit.test_state import make_state
 
 
-def give_way(state: TrainState, known_run: str | None = None) -> Return:
+def give_way(state: TrainState, known_run: str | None = None, before: Return | None = None) -> Return:
     """What it does where it was no member of a world yet; `known_run` is what it was told of the others' run."""
     nothing: Any = SimpleNamespace(leave=lambda: None, release=lambda: None, stand_down=lambda: None)
     worker: Any = SimpleNamespace(
@@ -36,7 +36,9 @@ def give_way(state: TrainState, known_run: str | None = None) -> Return:
         watcher=nothing, job=nothing, uid="uid0", has_settled=False, published=lambda _name: known_run
     )
     exits = Exits(worker, membership, nothing, nothing, nothing)
-    return exits.give_way(LeftOut("the others went on"), None, None, has_state=False)
+    error = LeftOut("the others went on")
+    error.by = "world7"
+    return exits.give_way(error, None, before, has_state=False)
 
 
 @pytest.mark.parametrize(("generation", "counted"), [(None, 30.0), (4, 0.0)], ids=["it had no run", "it trained"])
@@ -114,3 +116,11 @@ def test_what_a_forked_child_is_to_close_is_not_kept_for_that() -> None:
     del sockets, links
     gc.collect()
     assert [one() for one in found] == [None, None]
+
+
+def test_it_brings_along_as_whom_it_was_left_out_and_by_which_world() -> None:
+    """Also the times before, as long as no world with it was settled."""
+    once = give_way(make_state())
+    assert once.was == (("uid0", "world7"),)
+    before = Return("other", num_fruitless=2, was=(("other", "world3"),))
+    assert give_way(make_state(), before=before).was == (("other", "world3"), ("uid0", "world7"))
