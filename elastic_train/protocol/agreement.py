@@ -263,12 +263,14 @@ class Agreement:
         """Return the uids of members of this side that report to have the run's state."""
         return frozenset(self._world.members[rank].uid for rank in side if self._present[rank].holds_state)
 
-    def _returning(self) -> tuple[Member, ...]:
-        """Return the nodes in the join queue with a worker that is back after it was left out, if they are ready and
-        answer. Blocks for short timeouts."""
+    def _returning(self, room: int) -> tuple[Member, ...]:
+        """Return nodes in the join queue with a worker that is back after it was left out, at most `room`, if they are
+        ready and do not refuse connections; none where no state is known to be lost. Blocks for short timeouts."""
         job, inside = self._job, self._world.members
+        if not job.worlds.has_state:
+            return ()
         nodes = fitting_nodes(ready_nodes(job.queue(), inside), job.facts.known.get("agreement"))
-        found = [member for node in nodes if any(one.was for one in node) for member in node]
+        found = [member for node in [*filter(job.worlds.given_up, nodes)][:room] for member in node]
         return without_nodes_of(job.entrance.refused(found), found) if found else ()
 
     def _ended(self, out: Sequence[Member], gone: Collection[str]) -> frozenset[str]:
@@ -303,7 +305,8 @@ class Agreement:
             return Wait(tuple(missed_by))
         newcomers, holding = tuple(self._newcomers()), self._holding(verdict.members)
         if not holding:  # one that was left out may be back with the state: it is admitted at once
-            newcomers += tuple(one for one in self._returning() if one not in newcomers)
+            room = len({world.members[rank].node for rank in out})
+            newcomers += tuple(one for one in self._returning(room) if one not in newcomers)
         apart = [one for rank, one in enumerate(world.members) if rank not in {*verdict.members, *left}]
         ended = self._ended(apart, gone)  # some of these may answer, and this member may be one of them
         seen = [self._present[rank].max_generation for rank in verdict.members]

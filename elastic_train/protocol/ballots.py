@@ -282,7 +282,7 @@ class Ballots:
         # Enough of the voters must be in the new world: a vote does not hand over the state.
         if chosen is proposal and round_.needs_votes and not may_go_on(worlds, members):
             return self._elsewhere.denied(round_, missing_votes(worlds, members))
-        awaited = self._known.holders_outside(after, round_.dead, round_.holding, round_.ended and world.uids)
+        awaited = self._known.holders_outside(world, after, round_.dead, round_.holding, bool(round_.ended))
         if chosen is proposal and awaited:  # also those that released their votes
             return self._elsewhere.denied(round_, sorted(awaited))
         return ballot, list(promises), chosen

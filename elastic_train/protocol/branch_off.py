@@ -75,7 +75,9 @@ class BranchOff:
             before = self._silent_since = (world.uid, silent, now)
         if now - before[2] <= self._peer_timeout:
             return None
-        attempt = BranchRound(denied.clients, world, worlds, "", denied.reachable, denied.dead, needs_all=True)
+        attempt = BranchRound(
+            denied.clients, world, worlds, "", denied.reachable, denied.dead, holding=denied.holding, needs_all=True
+        )
         taken = attempt.taken(attempt.change_registers(attempt.reachable, lambda register: register))
         side = [rank for rank in attempt.reachable if rank not in taken]
         decision = self._branch_of(side, attempt, Decision.from_json(denied.proposal))

@@ -154,23 +154,25 @@ class KnownWorlds:
         return set(first.members) - first.dead - set(dead)
 
     def holders_outside(
-        self, members: Sequence[Member], dead: Collection[str], holding: Collection[str], ended: Collection[str]
+        self, world: World, after: Sequence[Member], dead: Collection[str], holding: Collection[str], has_ended: bool
     ) -> set[str]:
-        """Return the uids of those that may have the state and are not in `members`; none if one of these has it.
+        """Return the uids of those that may have the state and are not in `after`; none if one of these has it.
 
         If no member of the last settled world is there, any member of a later one may have got the state from it. What
         a member had that was left out is there if it is back: it has saved that, though others may have a newer state.
 
         Args:
+            after: the members that would follow those of `world`. Spares, the last of them, hand over no state.
             holding: uids of members that are known to have the state.
-            ended: uids of heirs that are not waited for, as all members of the last settled world have ended.
+            has_ended: whether all members of the last settled world have: then no heir in `world` is waited for.
         """
-        inside, holders = {member.uid for member in members}, self.holders(dead) | set(holding)
+        inside, holders = {member.uid for member in after}, self.holders(dead) | set(holding)
         if holders & inside:
             return set()
         heirs = {uid for voters in self.voters for uid in voters.members if uid not in voters.dead}
-        awaited = holders | (heirs - {*dead, *ended}) if holders or self.has_state else set()
-        return awaited - inside - self.given_up(members)
+        heirs -= {*dead, *self._released(), *(world.uids if has_ended else ())}
+        awaited = holders | heirs if holders or self.has_state else set()
+        return awaited - inside - self.given_up(after[: world.max_world_size])
 
     def given_up(self, members: Iterable[Member]) -> set[str]:
         """Return the uids that these newcomers had as members which worlds since the last settled one left out: so they

@@ -157,8 +157,8 @@ class PeerJob:
         self._own, self.finder, self._peer_timeout, self._in_background = own, finder, peer_timeout, in_background
         self._clients, self._beside = Clients(own, uid, reach), Clients(own, uid, reach)
         """for the training thread, and for the thread that prepares a join"""
-        self._draw_uid, self._known = draw_uid, KnownWorlds(own)
-        known, self.place = self._known, Arbitration(arbiter, peer_timeout, clock)
+        self._draw_uid, self.worlds = draw_uid, KnownWorlds(own)
+        known, self.place = self.worlds, Arbitration(arbiter, peer_timeout, clock)
         self._newcomers = Newcomers(self._clients, known, self.place, max_world_size, draw_uid)
         self.announcements = Announcements(self._clients, known, self._newcomers)
         self.entrance = Entrance(
@@ -229,7 +229,7 @@ class PeerJob:
         Return whether it is the successor. For rank 0."""
         text = decision.to_json()
         self.place.note_end(world.uid)
-        voters, everybody = self._known.voters_without(()), range(len(world.members))
+        voters, everybody = self.worlds.voters_without(()), range(len(world.members))
         if self._ballots.decide(Round(self._beside, world, voters, text, everybody, frozenset())) != text:
             return False
         self._invited = decision.new
@@ -246,7 +246,7 @@ class PeerJob:
         """Enter `world`, adopted by `decision` or from the join queue, and publish its rank 0 as the queue's host."""
         if decision is not None:
             self._newcomers.message = self._newcomers.message_for(decision, self.world)
-        self._known.enter(world, decision)
+        self.worlds.enter(world, decision)
         if world.is_spare:  # a spare is not in the collective that compares whether members see the place
             self.place.note(world.uid, is_shared=None)
         was_host, self._is_host_meanwhile = self._is_host_meanwhile, False
@@ -268,8 +268,8 @@ class PeerJob:
 
     def settle(self, world: World) -> None:
         """Note that this member has finished SETTLED_REDUCTIONS in the present world: its workers have the state."""
-        self._known.settle(world)
-        self.place.forget_all_but(self._known.voters)
+        self.worlds.settle(world)
+        self.place.forget_all_but(self.worlds.voters)
         self._own.put("settled", json.dumps([world.generation, world.uid]))
 
     def announce_presence(self, world: World, text: str) -> None:
@@ -291,7 +291,7 @@ class PeerJob:
 
     def ended_holders(self, gone: Collection[str]) -> frozenset[str]:
         """As `Arbitration.ended_holders`, for the worlds since the last settled one."""
-        return self.place.ended_holders(self._known.voters, gone)
+        return self.place.ended_holders(self.worlds.voters, gone)
 
     def decide(
         self, world: World, proposal: str, reachable: Sequence[int], *, dead: frozenset[str] = NOBODY,
@@ -306,7 +306,7 @@ class PeerJob:
             answering: uids of members that answer pings, whether they take part or not.
             holding: uids of members that have the run's state.
         """
-        voters = self._known.voters_without(dead, world.members, self.entrance.queue())
+        voters = self.worlds.voters_without(dead, world.members, self.entrance.queue())
         return self._decide(Round(self._clients, world, voters, proposal, reachable, dead, answering, ended, holding))
 
     def release(self, world: World, decision: Decision) -> None:
@@ -323,7 +323,7 @@ class PeerJob:
         Args:
             answered: for each uid, the seconds since this member last answered a ping of it.
         """
-        left_out = self._known.left_out(world)
+        left_out = self.worlds.left_out(world)
         return max((self._peer_timeout - answered.get(uid, math.inf) for uid in left_out), default=0.0)
 
     # --- its thread and its end ---------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class PeerJob:
     def tend(self, world: World | None, *, headless: World | None = None) -> None:
         """Do the background tasks, on the watcher thread. `headless`: a world that is over and has lost its rank 0."""
         self.finder.keep(has_world=self.world is not None)
-        self._known.old_keys.tend()
+        self.worlds.old_keys.tend()
         rests = self.entrance.holds_back if self.world is None else world is None
         self._own.put("rests", "yes" if rests else "")
         world = world or self.world  # also between two worlds: no other job may begin meanwhile

@@ -409,7 +409,7 @@ def test_a_claim_hands_the_job_to_no_world_without_the_state(tmp_path: Path) -> 
     form = PeersInMemory()
     form.arbiter = arbiter_of(tmp_path, None)
     jobs, worlds, newcomer = joined(form)
-    for voters in jobs[0]._known.voters:
+    for voters in jobs[0].worlds.voters:
         jobs[0].place.show(voters.world, is_decided=False)
         assert jobs[0].place.sees(voters.world)
         jobs[0].place.note(voters.world, is_shared=True)

@@ -73,6 +73,27 @@ def heir_proposes_a_world_without_it(away: float) -> Plan:
     return replace(quiet, faults=(*faults, (at + away, "unstall")), recovers_at=at + 5.7)
 
 
+def heir_is_back_as_a_spare(lease: float | None) -> Plan:
+    """Two train, and two are spares. One that trains freezes, and is left out; the other one is killed; then the first
+    one thaws, and is back, behind the spares."""
+    faults = ((3.0, "freeze", 1), (5.224 if lease is None else 5.232, "kill", 0), (5.528, "thaw", 1))
+    return replace(
+        plan(4, recovers_at=11.52, max_world_size=2, min_nodes=1, num_endpoints=4), faults=faults, lease=lease
+    )
+
+
+def heir_is_back_beside_a_branch() -> Plan:
+    """By --on-split go-on. The side that holds the state goes on, though one that was left out stands in a queue."""
+    quiet = replace(plan(4, recovers_at=None, founders=1, min_nodes=1, num_endpoints=4), goes_on=True)
+    return replace(quiet, faults=((1.835, "partition", (3,), (1,)), (4.236, "power_off", 0)), seconds=20.236)
+
+
+def heir_is_back_and_leaves() -> Plan:
+    """Who was left out gives its vote up, is back in the queue, and leaves."""
+    faults = ((1.792, "partition", (1,), (2,)), (3.907, "kill", 0), (3.995, "heal_all"), (4.054, "leave", 3))
+    return replace(plan(3, recovers_at=12.05, founders=1, min_nodes=1, num_endpoints=3), faults=faults)
+
+
 def holder_falls_silent(hosts: int, later: float, lease: float | None = None) -> Plan:
     """All share a directory, or use etcd. One has trained alone, others are admitted, and it freezes a moment later."""
     quiet = replace(plan(hosts, recovers_at=6.0, founders=1, min_nodes=1), lease=lease)

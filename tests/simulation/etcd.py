@@ -272,7 +272,7 @@ class EtcdForm(PeersForm):
     def _has_lost_place(self, worker: Worker) -> bool:
         """Whether claims of one of the worlds whose voters count can be made no more."""
         places = worker.job.place._places
-        seen_in = [places.get(voters.world) for voters in worker.job._known.voters]  # type: ignore[attr-defined]
+        seen_in = [places.get(voters.world) for voters in worker.job.worlds.voters]  # type: ignore[attr-defined]
         entries = [place._folder._entry.job for place in seen_in if place is not None]  # type: ignore[attr-defined]
         return any(not self.server.has(job.guard.key, job.prefix.rpartition("/")[2]) for job in entries)
 

@@ -73,7 +73,7 @@ class PeersForm:
         return self.suffices(worker, self._worlds(worker, side), {one.uid for one in side})
 
     def missing_votes(self, worker: Worker, side: Sequence[Worker]) -> set[str]:
-        known, waiting = worker.job._known, [one.member for one in worker.job.entrance.queue()]
+        known, waiting = worker.job.worlds, [one.member for one in worker.job.entrance.queue()]
         gone = known._heard_released[1] | known.given_up(waiting)
         worlds = [voters.without(gone) for voters in self._worlds(worker, side)]
         return set(missing_votes(worlds, {one.uid for one in side}))
@@ -92,7 +92,7 @@ class PeersForm:
                     if one.watcher.contacts.status(world.members[rank], one.watcher.verdicts.get(rank), False)
                     is Liveness.DEAD
                 }
-        return [voters.without(dead) for voters in worker.job._known.voters]
+        return [voters.without(dead) for voters in worker.job.worlds.voters]
 
     def suffices(self, worker: Worker, worlds: Sequence[Voters], side: set[str]) -> bool:
         """Whether it may, where these are not proven dead in its worlds."""

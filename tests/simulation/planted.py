@@ -32,7 +32,7 @@ def newcomers_vote_at_once(patch: Patch) -> None:
     right = peers.PeerJob.decide
 
     def decide(self: peers.PeerJob, *arguments: Any, **named: Any) -> str | Denied:
-        self._known.voters = self._known.voters[-1:]
+        self.worlds.voters = self.worlds.voters[-1:]
         return right(self, *arguments, **named)
 
     patch.setattr(peers.PeerJob, "decide", decide)

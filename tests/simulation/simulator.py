@@ -198,7 +198,7 @@ class Simulation:
             # What somebody kept from before is outdated where those who came further have died.
             least = max(2, newest - 1, 0 if kept_inside is None else kept_inside.step + 2)
             # Who comes back has saved what it keeps: a world with it in it begins with that, where a disk is.
-            inside = {member.uid for member in world.members}
+            inside = {member.uid for member in world.workers}
             kept = {one.uid: one.kept.step for one in self.living if one.kept is not None and one.uid not in inside}
             holders = [one for one in self.living if max(one.last_step, kept.get(one.uid, 0)) >= least]
             # A branch may have taken its first step with it, before the others had that.

@@ -120,6 +120,18 @@ def test_who_has_the_state_hands_the_job_to_nobody_without_it(away: float) -> No
 
 
 @FORMS
+def test_who_is_back_as_a_spare_brings_no_state(lease: float | None) -> None:
+    """So it is waited for, as a member that has the state, until it can train."""
+    assert num_begun(run(directed.heir_is_back_as_a_spare(lease))) == 1
+
+
+@pytest.mark.parametrize("made", [directed.heir_is_back_beside_a_branch, directed.heir_is_back_and_leaves])
+def test_who_is_back_keeps_no_side_waiting_that_may_go_on(made: Callable[[], Plan]) -> None:
+    simulation = run(made())
+    assert "trains" in [worker.activity for worker in simulation.living], simulation.describe()
+
+
+@FORMS
 def test_a_vote_that_was_given_up_unheard_keeps_nobody_waiting(lease: float | None) -> None:
     """Who gave it up is back in the queue of the one who waits for it, and its entry there says what it was."""
     made = directed.voter_that_is_left_out_unheard(lease)

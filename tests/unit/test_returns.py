@@ -8,7 +8,7 @@ from typing import Any
 from elastic_train.protocol.join_queue import Waiting
 from elastic_train.protocol.known_worlds import KnownWorlds
 from elastic_train.protocol.laws import Voters, may_go_on
-from elastic_train.world import Member, from_json, to_json
+from elastic_train.world import Member, World, from_json, to_json
 from tests.memory_store import MemoryStore
 from tests.unit.test_world import member
 
@@ -28,8 +28,11 @@ def known_to_c(*, has_state: bool = True) -> KnownWorlds:
     return known
 
 
-def outside(known: KnownWorlds, *members: Member, holding: tuple[str, ...] = (), ended: str = "") -> set[str]:
-    return known.holders_outside(members, {"a"}, holding, ended)
+def outside(
+    known: KnownWorlds, *after: Member, holding: tuple[str, ...] = (), ended: bool = False, most: int | None = None
+) -> set[str]:
+    world = World(rank=0, generation=2, members=(one("a"), one("c"), one("d")), max_world_size=most)
+    return known.holders_outside(world, after, {"a"}, holding, ended)
 
 
 def test_a_side_without_the_state_waits_for_each_that_may_have_it_and_is_not_back() -> None:
@@ -39,8 +42,9 @@ def test_a_side_without_the_state_waits_for_each_that_may_have_it_and_is_not_bac
     assert outside(known, c, d, one("e", ("b", "w2"))) == set()
     assert outside(known, c, d, one("f", ("b", "w2"), ("e", "w9"))) == set(), "it was left out again"
     assert outside(known, c, d, one("e", ("b", "w9"))) == {"b"}, "by a world of others: that may have gone on"
+    assert outside(known, c, d, one("e", ("b", "w2")), most=2) == {"b"}, "a spare hands over no state"
     assert outside(known, c, holding=("c",)) == set()
-    assert outside(known, c, ended="acd") == {"b"}, "no member of the present world is silent; it was left out before"
+    assert outside(known, c, ended=True) == {"b"}, "no member of the present world is silent; it was left out before"
     assert outside(known_to_c(has_state=False), c) == set(), "nobody ever had one"
 
 
