@@ -68,7 +68,7 @@ class Life:
             is_settled=False, settle_if_requested=lambda: self.stop.is_requested, seconds_left=lambda: 30.0,
         )  # fmt: skip
         self.worker: Any = SimpleNamespace(
-            state=state, reporter=reporter, stop=self.stop, launch=launch, host="n1",
+            state=state, reporter=reporter, stop=self.stop, launch=launch, host="n1", snapshots_dir="snapshots",
             config=SimpleNamespace(epochs=3, debug=False, notices="off"),
             directory=SimpleNamespace(path=run_dir, ownership=SimpleNamespace(release=self.part("release"))),
         )  # fmt: skip
