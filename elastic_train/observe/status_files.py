@@ -43,7 +43,10 @@ class WorkerLines:
     last: Line = field(init=False)
 
     def __post_init__(self) -> None:
-        self.first, self.last = self.lines[0], self.lines[-1]
+        starts = [place for place, line in enumerate(self.lines) if line["event"] == "start"]
+        ended = [line for line in self.lines[max(starts, default=0) :] if line["event"] == "done"]
+        # What could not be written before, and a warning about it, may follow the end.
+        self.first, self.last = self.lines[0], (ended or self.lines)[-1]
 
     @property
     def generation(self) -> int | None:

@@ -235,8 +235,9 @@ def test_the_rate_of_one_whose_clock_is_set(files: Files, ahead: float) -> None:
     assert read(files).samples_per_second == pytest.approx(BATCH)
 
 
+@pytest.mark.parametrize("is_disk_full", [False, True])
 @pytest.mark.parametrize("outcome", ["finished", "already_finished", "stopped", "failed"])
-def test_outcomes(files: Files, outcome: str) -> None:
+def test_outcomes(files: Files, outcome: str, is_disk_full: bool) -> None:
     workers = [files.worker(rank, started=NOW - 900) for rank in range(2)]
     for worker in workers:
         worker.enter(3, NOW - 890)
@@ -245,6 +246,9 @@ def test_outcomes(files: Files, outcome: str) -> None:
         worker.write(
             "done", NOW - 700 + worker.line["rank"], outcome=outcome, error=f"boom {worker.line['rank']}\nmore"
         )
+        if is_disk_full:  # for a while: what was missed is reported when the file is closed
+            worker.write("unwritten", NOW - 690, what="events")
+            worker.write("warning", NOW - 690, message="TensorBoard scalars are missing")
     found = read(files, False)
     assert found.state.value == ("finished" if outcome == "already_finished" else outcome)
     assert found.error == ("boom 0" if outcome == "failed" else None)
