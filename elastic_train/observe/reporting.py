@@ -281,9 +281,9 @@ class Reporter:
         self._close_display()
         if self.metrics is not None:
             self.metrics.close()
-        self.events.close()
         if self.ledger is not None:
             self.ledger.close()
+        self.events.close()
 
 
 class Screen:

@@ -75,12 +75,19 @@ class JsonLines:
                 return is_written
             if not is_written:
                 self._note(line)
-            elif (self._lost or self._num_torn) and not self._is_reporting:
-                self._is_reporting = True  # `report` may write into this file
-                if self._report(LinesMissing(file=self.path.parent.name, lines=self._lost, torn=self._num_torn)):
-                    self._lost, self._num_torn = {}, 0
-                self._is_reporting = False
+            else:
+                self.report_lost()
             return is_written
+
+    def report_lost(self) -> None:
+        """Report the lines that were lost, if any were since the last report."""
+        with self._lock:
+            if self._report is None or self._is_reporting or not (self._lost or self._num_torn):
+                return
+            self._is_reporting = True  # `report` may write into this file
+            if self._report(LinesMissing(file=self.path.parent.name, lines=self._lost, torn=self._num_torn)):
+                self._lost, self._num_torn = {}, 0
+            self._is_reporting = False
 
     def _note(self, line: dict[str, Any]) -> None:
         generation, step = line["generation"], line["step"]
@@ -254,6 +261,8 @@ class Ledger:
         )
 
     def close(self) -> None:
+        """Close the file, and report lines that are missing, as no later line would. `events` is still open."""
+        self._lines.report_lost()
         self._lines.close()
 
 

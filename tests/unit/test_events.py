@@ -430,6 +430,22 @@ def test_the_last_line_is_tried_though_the_mount_has_just_failed(
     assert [line["event"] for line in read_all(only_file(tmp_path / "events"))] == ["start", "done", "unwritten"]
 
 
+def test_what_is_missing_in_a_ledger_is_told_though_the_run_ends_in_the_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = event_log(tmp_path / "events")
+    log.write(a_start())
+    log.enter(WORLD)
+    ledger = Ledger(tmp_path / "ledger", events=log, host="node", local_rank=1)
+    fail_once("write", errno.EIO, monkeypatch)
+    for step in (1, 2):
+        ledger.write(epoch=0, step=step, world=WORLD, indices=[np.array([step])])
+    for closed in (ledger, log):
+        closed.close()
+    [told] = [line for line in read_all(only_file(tmp_path / "events")) if line["event"] == "unwritten"]
+    assert (told["file"], told["lines"]) == ("ledger", {"samples": [[7, 1, 2]]})
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT, errno.EACCES])
 def test_a_failing_mount_is_left_alone_for_a_while_and_tried_again(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
