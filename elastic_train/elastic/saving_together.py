@@ -33,7 +33,7 @@ def warned_before_kill(worker: Worker, saver: Saver) -> Iterator[None]:
     kept = "none" if newest is None else f"of step {newest.step}"
     told = (
         f"told to stop by {worker.stop.why}, and the state of step {step} is not in {worker.snapshots_dir} yet: if "
-        f"SIGKILL comes first, it is lost; the newest snapshot that this worker has written is {kept}"
+        f"SIGKILL comes first, it is lost; the newest snapshot known here: {kept}"
     )
     timer = Timer(max(0.0, left - LAST_WORDS_SECONDS), worker.reporter.warn, [told])
     timer.daemon = True

@@ -25,9 +25,10 @@ class AveragedWeights:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         try:
-            self.model = copy.deepcopy(model).requires_grad_(False)
+            copied = copy.deepcopy(model)
         except Exception as error:  # of any type: a layer may have a way of its own
             raise UsageError(f"averaged weights need a copy of the model: {first_line(error)}") from error
+        self.model = copied.requires_grad_(False)
         """the averaged model, for evaluation"""
         make_writable(self.model)
         self._decay = decay

@@ -229,7 +229,7 @@ def test_a_stop_while_the_store_is_away_says_what_is_lost(cluster: Cluster, endp
         cluster.finish([node], code=143)
         last = last_step(cluster.run_dir)
         assert f"the state of step {last} is not in {url} yet" in warnings()[0]
-        assert warnings()[0].endswith(f"the newest snapshot that this worker has written is of step {kept}")
+        assert warnings()[0].endswith(f"the newest snapshot known here: of step {kept}")
         assert events(cluster.run_dir, "snapshot")[-1]["snapshot_step"] == last
 
 

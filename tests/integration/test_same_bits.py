@@ -38,7 +38,8 @@ def test_kills_and_a_join_leave_the_bits_of_the_undisturbed_run(cluster: Cluster
         alone.finish(start_world(alone, 1, *FLAGS, steps=steps))
         expected = result(alone.run_dir)
     assert end["state_sha256"] == expected["state_sha256"]
-    losses = [e["loss"] for e in sorted(events(cluster.run_dir, "step"), key=lambda e: e["step"])]
-    assert losses == [e["loss"] for e in events(alone.run_dir, "step")]
+    # A rank 0 that was killed may have committed a step alone: the others redo it, with the same loss.
+    losses = {(e["step"], e["loss"]) for e in events(cluster.run_dir, "step")}
+    assert losses == {(e["step"], e["loss"]) for e in events(alone.run_dir, "step")}
     assert len(end["incidents"]) >= 4
     assert newest_snapshot(cluster.run_dir)[0].step == steps, "by the one that has joined"

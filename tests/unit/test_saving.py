@@ -627,7 +627,7 @@ def test_what_is_not_saved_shortly_before_a_kill_is_told(start: Start, monkeypat
         assert len(training.events("warning")) == is_told
     told = str(training.events("warning")[0]["message"])
     assert told.startswith("told to stop by SIGTERM, and the state of step 3 is not in ")
-    assert told.endswith("the newest snapshot that this worker has written is none")
+    assert told.endswith("the newest snapshot known here: none")
 
 
 def test_a_snapshot_that_does_not_come_to_an_end_is_told_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
