@@ -39,6 +39,9 @@ def test_kills_and_a_join_leave_the_bits_of_the_undisturbed_run(cluster: Cluster
         expected = result(alone.run_dir)
     assert end["state_sha256"] == expected["state_sha256"]
     # A rank 0 that was killed may have committed a step alone: the others redo it, with the same loss.
+    committed = [(e["generation"], e["step"]) for e in events(cluster.run_dir, "step")]
+    assert len(committed) == len(set(committed)), "no world has a step twice"
+    assert steps <= len(committed) <= steps + 3, "one for each kill"
     losses = {(e["step"], e["loss"]) for e in events(cluster.run_dir, "step")}
     assert losses == {(e["step"], e["loss"]) for e in events(alone.run_dir, "step")}
     assert len(end["incidents"]) >= 4
