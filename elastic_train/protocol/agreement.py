@@ -265,7 +265,7 @@ class Agreement:
 
     def _returning(self, room: int) -> tuple[Member, ...]:
         """Return nodes in the join queue with a worker that is back after it was left out, at most `room`, if they are
-        ready and do not refuse connections; none where no state is known to be lost. Blocks for short timeouts."""
+        ready and do not refuse connections; none if there never was a state. Blocks for short timeouts."""
         job, inside = self._job, self._world.members
         if not job.worlds.has_state:
             return ()

@@ -141,11 +141,13 @@ class KnownWorlds:
         self.has_state = True
 
     def voters_without(
-        self, dead: Collection[str], members: Sequence[Member] = (), waiting: Sequence[Waiting] = ()
+        self, dead: Collection[str], members: Sequence[Member] = (), queue: Callable[[], Sequence[Waiting]] = list
     ) -> list[Voters]:
         """Return the voters without the votes of the dead, without released votes, and without those that these members
-        of the present world, or these workers in the join queue, had before."""
-        gone = {*dead, *self._released(), *self.given_up((*members, *(one.member for one in waiting)))}
+        of the present world, or workers in the join queue, had before. Reads `queue` only if there may be such ones."""
+        gone = {*dead, *self._released()}
+        if len(self.voters) > 1:  # who was left out by the only one of these worlds has no vote in it
+            gone |= self.given_up((*members, *(one.member for one in queue())))
         return [one.without(gone) for one in self.voters]
 
     def holders(self, dead: Collection[str]) -> set[str]:

@@ -306,7 +306,7 @@ class PeerJob:
             answering: uids of members that answer pings, whether they take part or not.
             holding: uids of members that have the run's state.
         """
-        voters = self.worlds.voters_without(dead, world.members, self.entrance.queue())
+        voters = self.worlds.voters_without(dead, world.members, self.entrance.queue)
         return self._decide(Round(self._clients, world, voters, proposal, reachable, dead, answering, ended, holding))
 
     def release(self, world: World, decision: Decision) -> None:

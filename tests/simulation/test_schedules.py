@@ -265,7 +265,7 @@ def test_5_of_two_jobs_that_meet_the_one_with_fewer_steps_stops(seed: int) -> No
 
 
 def test_6_of_two_machines_the_lowest_rank_goes_on() -> None:
-    assert last_steps(run(directed.two_machines(loses=1)))["h0"] > 8, "it had 5 when the other one lost its power"
+    assert last_steps(run(directed.two_machines(loses=1)))["h0"] > 10
     simulation = run(directed.two_machines(loses=0))
     assert [worker.activity for worker in simulation.living] == ["agrees"]
 

@@ -52,9 +52,9 @@ def test_the_vote_of_who_is_back_is_not_waited_for() -> None:
     c, known = one("c"), known_to_c()
     waiting = [Waiting(one("e", ("b", "w2")), 1)]
     assert not may_go_on(known.voters_without("ad"), {"c"})
-    assert may_go_on(known.voters_without("ad", [c], waiting), {"c"})
+    assert may_go_on(known.voters_without("ad", [c], lambda: waiting), {"c"})
     assert may_go_on(known.voters_without("ad", [c, waiting[0].member]), {"c"}), "once it is admitted"
-    assert not may_go_on(known.voters_without("ad", [c], [Waiting(one("e", ("b", "w9")), 1)]), {"c"})
+    assert not may_go_on(known.voters_without("ad", [c], lambda: [Waiting(one("e", ("b", "w9")), 1)]), {"c"})
 
 
 def test_what_a_newcomer_was_is_told_on() -> None:
