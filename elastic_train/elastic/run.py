@@ -250,9 +250,10 @@ def _attend_to(membership: Membership, worker: Worker, ring: Ring, parts: RingPa
         if ring.world is not None and resume.has_state:
             worker.state.lock.hold()  # a late stop may be saving
             try:
-                if worker.bucket is None:
-                    worker.reporter.log(exits.save_as_last_member(ring.world))
-                elif (said := begin_to_save(worker, parts.saver, ring.world)) is not None:
+                world, saver = ring.world, parts.saver
+                is_local = worker.bucket is None
+                said = exits.save_as_last_member(world) if is_local else begin_to_save(worker, saver, world)
+                if said is not None:
                     worker.reporter.log(said)
             finally:
                 worker.state.lock.let_go()
@@ -288,7 +289,7 @@ def _through_worlds(ring: Ring, parts: RingParts, *, comes_back: bool) -> int:
     except (StoreUnreachable, StoreRefused, FormationFailed, UsageError, LeftOut) as error:
         is_of_code = isinstance(error, UsageError | JobFailed)
         has_state = parts.resume.has_steps if is_of_code else parts.resume.has_state
-        is_to_come_back = isinstance(error, LeftOut) and comes_back
+        is_to_come_back = comes_back and _is_left_out(error)
         if isinstance(error, Refused) or is_to_come_back or ring.world is None or not has_state:
             raise
         said = parts.exits.save_for_next_start(ring.world, MEND_FIRST if is_of_code else CONTINUE)

@@ -71,12 +71,10 @@ class JsonLines:
             if line.get("event") == Done.name:  # there may be no later one
                 self._paused_until = -math.inf
             is_written = self._try(data)
-            if self._report is None:
-                return is_written
-            if not is_written:
-                self._note(line)
-            else:
+            if is_written:
                 self.report_lost()
+            elif self._report is not None:
+                self._note(line)
             return is_written
 
     def report_lost(self) -> None:
