@@ -31,6 +31,7 @@ from tests.integration.cluster import (
     worlds,
 )
 from tests.integration.test_bucket_faults import LASTING
+from tests.nodes import Node
 from tests.object_stores import ACCESS_KEY, BUCKET, IS_SWIFT, SECRET_KEY, Request, environment, proxy_to, s3_server
 
 LENGTH, BATCH = 1437, 64
@@ -50,6 +51,18 @@ def url(tmp_path: Path) -> str:
 def steps_in(url: str) -> list[int]:
     bucket = Bucket(ObjectStore(parse_url(url)))
     return [info.step for info in find_snapshots(bucket, warn=pytest.fail)]
+
+
+def start_two(cluster: Cluster, dirs: list[Path], url: str, env: dict[str, str]) -> list[Node]:
+    """Two nodes that share nothing but the bucket, one after the other; they train together when this returns."""
+    flags = ("--snapshot-dir", url, "--snapshot-every", "500", "--model", "mlp", "--epochs", "100000", "--ledger")
+    flags = (*flags, "--peer-timeout", "2")
+    nodes = cluster.start(*flags, env=env, run_dir=dirs[0], nnodes="1:2")
+    wait_for_step(dirs[0], 1)
+    nodes += cluster.start(*flags, env=env, run_dir=dirs[1], nnodes="1:2")
+    wait_until(lambda: worlds(dirs[0])[-1] == (1, 2), "world of 2")
+    wait_for_step(dirs[0], last_step(dirs[0]) + 20)
+    return nodes
 
 
 def test_a_run_goes_on_from_a_bucket_alone(
@@ -156,13 +169,7 @@ def test_it_says_who_goes_on_of_two_nodes_that_share_nothing_else(
     env, dirs = environment(endpoint), [cluster.path / "one", cluster.path / "other"]
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    flags = ("--snapshot-dir", url, "--snapshot-every", "500", "--model", "mlp", "--epochs", "100000", "--ledger")
-    flags = (*flags, "--peer-timeout", "2")
-    nodes = cluster.start(*flags, env=env, run_dir=dirs[0], nnodes="1:2")
-    wait_for_step(dirs[0], 1)
-    nodes += cluster.start(*flags, env=env, run_dir=dirs[1], nnodes="1:2")
-    wait_until(lambda: worlds(dirs[0])[-1] == (1, 2), "world of 2")
-    wait_for_step(dirs[0], last_step(dirs[0]) + 20)
+    nodes = start_two(cluster, dirs, url, env)
     [worker] = nodes[0].workers()
     worker.suspend()
     wait_until(lambda: worlds(dirs[1]) == [(2, 1)], "world of 1", 60)
@@ -187,13 +194,7 @@ def test_who_waits_while_the_store_is_away_answers_the_others(
         env, dirs = environment(proxy.endpoint), [cluster.path / "one", cluster.path / "other"]
         for name, value in env.items():
             monkeypatch.setenv(name, value)
-        flags = ("--snapshot-dir", url, "--snapshot-every", "500", "--model", "mlp", "--epochs", "100000", "--ledger")
-        flags = (*flags, "--peer-timeout", "2")
-        nodes = cluster.start(*flags, env=env, run_dir=dirs[0], nnodes="1:2")
-        wait_for_step(dirs[0], 1)
-        nodes += cluster.start(*flags, env=env, run_dir=dirs[1], nnodes="1:2")
-        wait_until(lambda: worlds(dirs[0])[-1] == (1, 2), "world of 2")
-        wait_for_step(dirs[0], last_step(dirs[0]) + 20)
+        nodes = start_two(cluster, dirs, url, env)
         proxy.fault = Request.hang
         [worker] = nodes[0].workers()
         worker.suspend()

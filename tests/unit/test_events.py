@@ -74,6 +74,13 @@ def event_log(directory: Path) -> EventLog:
     return EventLog(directory, host="node", local_rank=1, rank=0, world_size=1)
 
 
+def event_log_of_world(directory: Path) -> EventLog:
+    log = event_log(directory)
+    log.write(a_start())
+    log.enter(WORLD)
+    return log
+
+
 def reporter(path: Path, *, wants_bar: bool = False) -> Reporter:
     return Reporter(
         events=event_log(path / "events"), ledger=None, tensorboard_dir=path, wants_bar=wants_bar, debug=False
@@ -420,9 +427,7 @@ def test_the_last_line_is_tried_though_the_mount_has_just_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There may be no later one, and what has become of the run is read from it."""
-    log = event_log(tmp_path / "events")
-    log.write(a_start())
-    log.enter(WORLD)
+    log = event_log_of_world(tmp_path / "events")
     fail_once("write", errno.EIO, monkeypatch)
     for event in (a_step(), a_step(), Done(outcome="stopped")):
         log.write(event)
@@ -433,9 +438,7 @@ def test_the_last_line_is_tried_though_the_mount_has_just_failed(
 def test_what_is_missing_in_a_ledger_is_told_though_the_run_ends_in_the_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = event_log(tmp_path / "events")
-    log.write(a_start())
-    log.enter(WORLD)
+    log = event_log_of_world(tmp_path / "events")
     ledger = Ledger(tmp_path / "ledger", events=log, host="node", local_rank=1)
     fail_once("write", errno.EIO, monkeypatch)
     for step in (1, 2):

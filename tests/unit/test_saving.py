@@ -108,6 +108,14 @@ class Training:
 Start = Callable[..., Training]
 
 
+def with_bucket(start: Start, name: str, **flags: Any) -> Training:
+    """A worker that owns a bucket."""
+    training = start(snapshot_dir=f"memory://{name}", snapshot_every=1, **flags)
+    assert training.worker.bucket is not None
+    training.worker.bucket.owner.take("job", 0, lambda: None)
+    return training
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as stack:
@@ -464,10 +472,9 @@ def test_what_a_node_saves_alone_does_not_wait_for_the_one_in_flight(
     start: Start, monkeypatch: pytest.MonkeyPatch, how: str, left: float, extra: int, is_given_up: bool
 ) -> None:
     """Unless that is of the last commit, or of the two it alone can be there in time."""
-    training = start(snapshot_dir=f"memory://in-flight-{how}-{left}-{extra}", snapshot_every=1)
+    training = with_bucket(start, f"in-flight-{how}-{left}-{extra}")
     saver, worker = training.saver, training.worker
     assert worker.bucket is not None
-    worker.bucket.owner.take("job", 0, lambda: None)
     training.steps(1)
     saver.newest = SnapshotResult(Path("nowhere"), 1, 1, 4.0, 4.0, ())
     for _ in range(extra):
@@ -498,9 +505,8 @@ def test_what_is_old_in_a_bucket_stays_at_a_stop(start: Start, is_stop: bool, le
     assert [info.step for info in find_snapshots(bucket, warn=pytest.fail)] == left
 
 
-@pytest.fixture
-def away(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """When it is set, the store takes objects again."""
+def take_store_away(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """When the event is set, stores take objects again."""
     is_back, put = threading.Event(), PlainArm.put
 
     def put_at_last(arm: PlainArm, key: str, data: bytes) -> None:
@@ -511,17 +517,10 @@ def away(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return is_back
 
 
-def with_bucket(start: Start, name: str) -> Training:
-    training = start(snapshot_dir=f"memory://{name}", snapshot_every=1)
-    assert training.worker.bucket is not None
-    training.worker.bucket.owner.take("job", 0, lambda: None)
-    return training
-
-
-def test_a_node_that_waits_for_others_does_not_wait_for_a_store(start: Start, request: pytest.FixtureRequest) -> None:
+def test_a_node_that_waits_for_others_does_not_wait_for_a_store(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     training = with_bucket(start, "begin-to-save")
     worker, saver, state, world = training.worker, training.saver, training.state, training.world
-    is_back: threading.Event = request.getfixturevalue("away")
+    is_back = take_store_away(monkeypatch)
     state.commit(0.5)
     saver.save(state)
     state.commit(0.5)
@@ -541,11 +540,11 @@ def test_a_node_that_waits_for_others_does_not_wait_for_a_store(start: Start, re
 
 @pytest.mark.parametrize("is_away", [False, True])
 def test_who_was_left_out_waits_for_a_store_for_a_while(
-    start: Start, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, is_away: bool
+    start: Start, monkeypatch: pytest.MonkeyPatch, is_away: bool
 ) -> None:
     monkeypatch.setattr(saving_together, "SOON_SECONDS", 0.01 if is_away else 60.0)
     training = with_bucket(start, f"soon-{is_away}")
-    is_back: threading.Event = request.getfixturevalue("away")
+    is_back = take_store_away(monkeypatch)
     if not is_away:
         is_back.set()
     training.state.commit(0.5)
@@ -556,11 +555,11 @@ def test_who_was_left_out_waits_for_a_store_for_a_while(
 
 
 def test_who_was_left_out_does_not_lose_the_snapshot_in_flight_and_its_state(
-    start: Start, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving_together, "SOON_SECONDS", 0.01)
     training = with_bucket(start, "neither")
-    is_back: threading.Event = request.getfixturevalue("away")
+    is_back = take_store_away(monkeypatch)
     training.state.commit(0.5)
     training.saver.save(training.state)
     wait_until(lambda: any(one.name == "snapshot-part" for one in threading.enumerate()), "a part on its way")
